@@ -1,0 +1,45 @@
+# Every target sets itself up: a virtual environment in .venv with the exact versions of constraints.txt.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+# PIP_CONSTRAINT reaches the isolated build environment too, so the build backend is pinned as well.
+INSTALL := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
+
+.PHONY: help demo test lint slow bench format clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+demo: $(VENV)/.core  ## see the method work
+	$(BIN)/crt demo
+
+test: $(VENV)/.dev  ## fast tests
+	$(BIN)/pytest -n 2
+
+slow: $(VENV)/.dev  ## tests that take minutes
+	$(BIN)/pytest -m slow
+
+lint: $(VENV)/.dev  ## ruff (lint and format) and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev  ## rewrite the sources in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.core  ## benchmarks; each ends with one JSON line
+	$(BIN)/python benchmarks/core.py
+
+clean:  ## remove the environment and every cache
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/.core: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer was not found; set PYTHON=/path/to/python3.11"; exit 2; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	$(INSTALL) --editable '.[dev]'
+	@touch $@
