@@ -1,0 +1,70 @@
+"""Settings as dataclasses: `key=value` words and plain dictionaries become checked, typed fields."""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from contextready.errors import ContextReadyError
+
+Settings = TypeVar("Settings")
+
+_BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def parse_assignments(words: Sequence[str]) -> dict[str, str]:
+    """Split `["width=64", "heads=4"]` into a dictionary; the values are still text."""
+    pairs: dict[str, str] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise ContextReadyError(f"'{word}' is not a setting; write it as key=value, for example width=256.")
+        if key in pairs:
+            raise ContextReadyError(f"'{key}' is set twice; keep one of the two.")
+        pairs[key] = text
+    return pairs
+
+
+def build_settings(cls: type[Settings], values: Mapping[str, Any]) -> Settings:
+    """Make a settings dataclass from a mapping, converting text and refusing unknown or missing keys."""
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in values:
+        if key not in fields:
+            raise ContextReadyError(f"Unknown setting '{key}'; {nearest(key, list(fields))}")
+    missing = [
+        name
+        for name, field in fields.items()
+        if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ContextReadyError(f"Missing setting{'s' * (len(missing) > 1)}: {', '.join(missing)}; add {missing[0]}=….")
+    return cls(**{key: _convert(key, value, hints[key]) for key, value in values.items()})
+
+
+def nearest(name: str, valid: Sequence[str]) -> str:
+    """Say what the user may have meant: the nearest valid name, or all of them."""
+    close = difflib.get_close_matches(name, valid, n=1)
+    return f"did you mean '{close[0]}'?" if close else f"choose one of: {', '.join(valid)}."
+
+
+def _convert(key: str, value: Any, hint: Any) -> Any:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
+            return None
+        (hint,) = (option for option in typing.get_args(hint) if option is not type(None))
+    if isinstance(value, str) and hint is not str:
+        try:
+            return _BOOLEANS[value.lower()] if hint is bool else hint(value.replace("_", ""))
+        except (ValueError, KeyError):
+            raise ContextReadyError(f"{key}={value} is not {_KIND[hint]}; give {key} {_KIND[hint]}.") from None
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise ContextReadyError(f"{key}={value!r} is not {_KIND[hint]}; give {key} {_KIND[hint]}.")
+    return value
+
+
+_KIND = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
