@@ -1,0 +1,1 @@
+"""The model: backbone, correction, recurrence, state, cost."""

@@ -1,0 +1,132 @@
+"""Keys and values of the tokens a transformer has read: a plain value, never changed in place."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from contextready.errors import ContextReadyError
+
+KV = tuple[Tensor, Tensor]
+"""Keys and values of one layer, each (B, heads, S, head size), keys already rotated."""
+
+
+class Cache(Protocol):
+    """What a state asks of a backbone's cache; each backbone brings its own."""
+
+    @property
+    def position(self) -> int:
+        """Tokens read so far."""
+
+    @property
+    def batch_size(self) -> int:
+        """Rows."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors held."""
+
+    def clone(self) -> Self:
+        """Return a copy that shares no memory."""
+
+    def select(self, rows: Tensor) -> Self:
+        """Return the rows at these indices, in this order."""
+
+    def rollback(self, position: int) -> Self:
+        """Return the cache as it was when `position` tokens had been read."""
+
+    def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return everything needed to rebuild the cache: tensors by name, and plain JSON values."""
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of the newest positions, oldest first."""
+
+    layers: tuple[KV, ...]
+    position: int
+    window: int | None
+    """The attention window of the model, or none."""
+    keep: int | None
+    """At most this many positions are held; none: all of them."""
+
+    @classmethod
+    def empty(
+        cls,
+        batch_size: int,
+        layers: int,
+        heads: int,
+        head_size: int,
+        window: int | None,
+        history: int,
+        like: Tensor,
+    ) -> "KVCache":
+        """A cache before the first token, with the dtype and device of `like`.
+
+        A windowed token needs the window - 1 positions before it; `history` more are kept to roll back.
+        """
+        nothing = like.new_empty(batch_size, heads, 0, head_size)
+        keep = None if window is None else window - 1 + history
+        return cls(((nothing, nothing),) * layers, position=0, window=window, keep=keep)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows."""
+        return self.layers[0][0].shape[0]
+
+    @property
+    def length(self) -> int:
+        """Positions held."""
+        return self.layers[0][0].shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values held."""
+        return sum(tensor.nbytes for kv in self.layers for tensor in kv)
+
+    def advanced(self, layers: list[KV], tokens: int) -> "KVCache":
+        """Return the cache after `tokens` more, given each layer's old and new keys and values joined."""
+        start = 0 if self.keep is None else max(0, self.length + tokens - self.keep)
+        kept = tuple((k[:, :, start:], v[:, :, start:]) for k, v in layers)
+        return replace(self, layers=kept, position=self.position + tokens)
+
+    def clone(self) -> "KVCache":
+        """Return a copy that shares no memory."""
+        return self._map(torch.clone)
+
+    def select(self, rows: Tensor) -> "KVCache":
+        """Return the rows at these indices, in this order."""
+        return self._map(lambda tensor: tensor.index_select(0, rows))
+
+    def rollback(self, position: int) -> "KVCache":
+        """Return the cache as it was when `position` tokens had been read."""
+        held = max(0, self.length - (self.position - position))
+        needed = position if self.window is None else min(position, self.window - 1)
+        if held < needed:
+            raise ContextReadyError(
+                f"Cannot roll back from position {self.position} to {position}: attention there needs {needed} earlier "
+                f"positions and {held} are kept; start the state with a larger history."
+            )
+        rolled = tuple((k[:, :, :held], v[:, :, :held]) for k, v in self.layers)
+        return replace(self, layers=rolled, position=position)
+
+    def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return everything needed to rebuild the cache: tensors by name, and plain JSON values."""
+        tensors = {f"{i}.{name}": t for i, kv in enumerate(self.layers) for name, t in zip("kv", kv, strict=True)}
+        meta = {
+            "layers": len(self.layers),
+            "position": self.position,
+            "window": self.window,
+            "keep": self.keep,
+        }
+        return tensors, meta
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> "KVCache":
+        """Rebuild what `to_tensors` returned."""
+        layers = tuple((tensors[f"{i}.k"], tensors[f"{i}.v"]) for i in range(meta["layers"]))
+        return cls(layers, meta["position"], meta["window"], meta["keep"])
+
+    def _map(self, change: Any) -> "KVCache":
+        return replace(self, layers=tuple((change(k), change(v)) for k, v in self.layers))

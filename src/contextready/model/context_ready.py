@@ -1,0 +1,141 @@
+"""The context-ready model: any backbone plus one correction. This file is the method.
+
+    correction_t = corr_ffn(LN(z_{t-1} + e_t)),   x_t = e_t + correction_t,   z_t = Block(x_t; x_<t),   z_{-1} = 0
+
+Left to right it is a recurrent network, exact in one pass per token (`stream`). For training it is unrolled over
+all positions at once (`passes`). Both call `recur`, the only place where the recurrence is written.
+"""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from contextready.errors import ContextReadyError
+from contextready.model.correction import Correction
+from contextready.model.state import State
+
+
+class Backbone(Protocol):
+    """A decoder-only language model as three functions, with a cache of its own kind."""
+
+    @property
+    def width(self) -> int:
+        """C."""
+
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """Tokens to context-free embeddings e (B, T, C)."""
+
+    def blocks(self, x_BTC: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+        """Block inputs to block outputs z (B, T, C), before the final norm, and the cache after them."""
+
+    def head(self, z_BTC: Tensor) -> Tensor:
+        """Block outputs to logits (B, T, V)."""
+
+    def init_cache(self, batch_size: int, history: int = 1) -> Any:
+        """A cache before the first token."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The weights."""
+
+
+class Pass(NamedTuple):
+    """What one pass of the blocks computed."""
+
+    correction_BTC: Tensor | None
+    """The correction its tokens entered with; none in the first pass of an unroll."""
+    x_BTC: Tensor
+    """Block input."""
+    z_BTC: Tensor
+    """Block output."""
+    carried_BTC: Tensor
+    """What each position leaves for the next one's correction: z, for every variant but block_head."""
+    cache: Any
+    """The cache after this pass, if one was given."""
+
+
+class ContextReady(nn.Module):
+    """A backbone whose tokens enter already corrected by the previous position's output."""
+
+    def __init__(self, backbone: Backbone, correction: Correction) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.correction = correction
+
+    def recur(self, e_BTC: Tensor, carried_BTC: Tensor | None, cache: Any = None) -> Pass:
+        """The recurrence: tokens enter the blocks as e_t + correction(z_{t-1}, e_t), one position or all at once.
+
+        `carried_BTC[:, t]` is what the position before t left behind; none means no correction.
+        """
+        return self.enter(e_BTC, None if carried_BTC is None else self.correction(carried_BTC, e_BTC), cache)
+
+    def enter(self, e_BTC: Tensor, correction_BTC: Tensor | None, cache: Any = None) -> Pass:
+        """Run the blocks on tokens that enter with a given correction, or none."""
+        x_BTC = e_BTC if correction_BTC is None else e_BTC + correction_BTC
+        z_BTC, cache = self.backbone.blocks(x_BTC, cache)
+        return Pass(correction_BTC, x_BTC, z_BTC, self.correction.carry(x_BTC, z_BTC), cache)
+
+    def passes(self, e_BTC: Tensor, state: State | None = None, cumulative: bool = False) -> Iterator[Pass]:
+        """Yield pass 1, 2, 3, … of the parallel unroll over a sequence, or over the next chunk after `state`.
+
+        Every pass replaces the correction of the one before it. `cumulative` adds to it instead: the ablation
+        whose fixed point streaming does not compute. No pass changes `state`.
+        """
+        cache, before_B1C = (None, None) if state is None else (state.cache, state.z_prev_B1C)
+        result = self.recur(e_BTC, None, cache)
+        while True:
+            yield result
+            base_BTC = result.x_BTC if cumulative else e_BTC
+            result = self.recur(base_BTC, shift_right(result.carried_BTC, before_B1C), cache)
+
+    def forward(self, tokens_BT: Tensor, passes: int, cumulative: bool = False) -> Tensor:
+        """Logits (B, T, V) after K = `passes` parallel passes; K = 1 is the backbone alone."""
+        check_passes(passes)
+        unroll = self.passes(self.backbone.embed(tokens_BT), cumulative=cumulative)
+        return self.backbone.head(next(islice(unroll, passes - 1, None)).z_BTC)
+
+    def stream(self, tokens_BT: Tensor, state: State) -> tuple[Tensor, State]:
+        """Logits of the next T ≥ 1 tokens after `state`, read one by one and so exact, and the state after them."""
+        self.check_state(state, tokens_BT)
+        e_BTC, outputs = self.backbone.embed(tokens_BT), []
+        for t in range(e_BTC.shape[1]):
+            result = self.recur(e_BTC[:, t : t + 1], state.z_prev_B1C, state.cache)
+            state = state.advanced(result.carried_BTC, result.cache)
+            outputs.append(result.z_BTC)
+        return self.backbone.head(torch.cat(outputs, dim=1)), state
+
+    def init_state(self, batch_size: int, history: int = 1) -> State:
+        """The state before the first token. `history` is how many tokens can always be rolled back."""
+        if batch_size < 1 or history < 0:
+            raise ContextReadyError(
+                f"A state of {batch_size} rows and history {history} was asked for; give at least 1 row and history 0."
+            )
+        nothing_B1C = next(self.backbone.parameters()).new_zeros(batch_size, 1, self.backbone.width)
+        return State(self.backbone.init_cache(batch_size, history), nothing_B1C, history)
+
+    def check_state(self, state: State, tokens_BT: Tensor) -> None:
+        """Refuse a state of another width or batch size (the backbone checks its own cache)."""
+        B, _, C = state.carried_BRC.shape
+        if self.backbone.width != C:
+            raise ContextReadyError(
+                f"This state is of another model (width {C}, not {self.backbone.width}); start one with init_state."
+            )
+        if tokens_BT.shape[0] != B:
+            raise ContextReadyError(
+                f"This state holds {B} rows and {tokens_BT.shape[0]} were given; "
+                "select or repeat its rows, or start a new state."
+            )
+
+
+def shift_right(z_BTC: Tensor, before_B1C: Tensor | None = None) -> Tensor:
+    """Give every position its predecessor's z: z_{t-1}; the first gets `before_B1C`, or zero."""
+    first_B1C = torch.zeros_like(z_BTC[:, :1]) if before_B1C is None else before_B1C
+    return torch.cat((first_B1C, z_BTC[:, :-1]), dim=1)
+
+
+def check_passes(passes: int) -> None:
+    """Refuse fewer than one pass."""
+    if passes < 1:
+        raise ContextReadyError(f"passes={passes} (K) is too small; K counts passes of the blocks, so give at least 1.")

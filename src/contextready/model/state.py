@@ -1,0 +1,127 @@
+"""The state of a stream: everything a context-ready model remembers between tokens, as a value."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from contextready.errors import ContextReadyError
+from contextready.model.cache import Cache, KVCache
+
+FORMAT = "contextready-state-1"
+
+
+@dataclass(frozen=True)
+class State:
+    """KV caches, the vectors carried from the newest positions, and the position. Never changed in place."""
+
+    cache: Cache
+    carried_BRC: Tensor
+    """What the newest 1 to history + 1 positions left for their successors, newest last; it begins as z_{-1} = 0."""
+    history: int
+    """How many positions the state can always be rolled back."""
+
+    @property
+    def position(self) -> int:
+        """Tokens read so far."""
+        return self.cache.position
+
+    @property
+    def batch_size(self) -> int:
+        """Rows."""
+        return self.carried_BRC.shape[0]
+
+    @property
+    def z_prev_B1C(self) -> Tensor:
+        """z_{t-1}: what the next token's correction is computed from."""
+        return self.carried_BRC[:, -1:]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors held."""
+        return self.cache.nbytes + self.carried_BRC.nbytes
+
+    def advanced(self, carried_BTC: Tensor, cache: Cache) -> "State":
+        """Return the state after T more tokens."""
+        carried = torch.cat((self.carried_BRC, carried_BTC), dim=1)[:, -(self.history + 1) :]
+        return replace(self, cache=cache, carried_BRC=carried)
+
+    def clone(self) -> "State":
+        """Return a copy that shares no memory."""
+        return replace(self, cache=self.cache.clone(), carried_BRC=self.carried_BRC.clone())
+
+    def select(self, rows: Sequence[int] | Tensor) -> "State":
+        """Return the rows at these indices in this order: a subset, a permutation, or copies of one row."""
+        index = torch.as_tensor(rows, device=self.carried_BRC.device)
+        if index.dim() != 1 or index.numel() == 0 or index.dtype not in (torch.int64, torch.int32):
+            raise ContextReadyError("The rows to select must be a non-empty list of row numbers.")
+        if not bool(((index >= 0) & (index < self.batch_size)).all()):
+            raise ContextReadyError(
+                f"Rows {index.tolist()} were asked for and this state holds rows 0 to {self.batch_size - 1}."
+            )
+        return replace(self, cache=self.cache.select(index), carried_BRC=self.carried_BRC.index_select(0, index))
+
+    def repeat(self, times: int) -> "State":
+        """Return every row `times` times, copies side by side: 0, 0, 1, 1, …"""
+        if times < 1:
+            raise ContextReadyError(f"Rows cannot be repeated {times} times; give at least 1.")
+        return self.select(torch.arange(self.batch_size).repeat_interleave(times))
+
+    def rollback(self, position: int) -> "State":
+        """Return the state as it was when `position` tokens had been read, exactly."""
+        if not 0 <= position <= self.position:
+            raise ContextReadyError(
+                f"Cannot roll back to position {position}; this state has read {self.position} tokens."
+            )
+        back, kept = self.position - position, self.carried_BRC.shape[1]
+        if position == 0:
+            carried = torch.zeros_like(self.carried_BRC[:, :1])
+        elif back < kept:
+            carried = self.carried_BRC[:, : kept - back]
+        else:
+            raise ContextReadyError(
+                f"Cannot roll back {back} tokens, from position {self.position} to {position}: this state keeps "
+                f"{self.history}; start it with a larger history."
+            )
+        return replace(self, cache=self.cache.rollback(position), carried_BRC=carried)
+
+    def save(self, path: str | Path) -> None:
+        """Write the state to a safetensors file; an earlier file is replaced only when the new one is whole."""
+        from safetensors.torch import save_file
+
+        tensors, meta = self.cache.to_tensors()
+        tensors = {f"cache.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+        tensors["carried"] = self.carried_BRC.contiguous()
+        header = {"format": FORMAT, "history": str(self.history), "cache": json.dumps(meta)}
+        partial = Path(f"{path}.partial")
+        try:
+            save_file(tensors, partial, metadata=header)
+            os.replace(partial, path)
+        except Exception as error:
+            partial.unlink(missing_ok=True)
+            raise ContextReadyError(f"The state could not be written to {path}: {error}.") from error
+
+    @classmethod
+    def load(cls, path: str | Path, device: str | torch.device = "cpu") -> "State":
+        """Read a state that `save` wrote."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                header = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except FileNotFoundError:
+            raise ContextReadyError(f"There is no state file at {path}.") from None
+        except (SafetensorError, OSError) as error:
+            raise ContextReadyError(f"{path} is not a whole safetensors file: {error}; save the state again.") from None
+        if header.get("format") != FORMAT:
+            raise ContextReadyError(
+                f"{path} is not a saved state ({FORMAT}) but {header.get('format', 'something else')}."
+            )
+        kv = {name.removeprefix("cache."): t for name, t in tensors.items() if name.startswith("cache.")}
+        cache = KVCache.from_tensors(kv, json.loads(header["cache"]))
+        return cls(cache, tensors["carried"], int(header["history"]))
