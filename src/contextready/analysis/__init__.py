@@ -1,0 +1,1 @@
+"""Diagnostics and bounds: the theory of the paper as code."""

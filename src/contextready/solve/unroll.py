@@ -1,0 +1,122 @@
+"""The fixed point by parallel passes, with the residual of every pass."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from contextready.errors import ContextReadyError
+from contextready.model.context_ready import ContextReady, check_passes
+from contextready.model.state import State
+
+
+@dataclass(frozen=True)
+class UnrollInfo:
+    """How an unroll went. Norms are Euclidean per position; over positions and rows the largest counts."""
+
+    residuals_KBT: Tensor
+    """‖z_t^(k) - z_t^(k-1)‖ of each pass k = 2 … K, per row and position: (K - 1, B, T)."""
+    scale: float
+    """The largest ‖z_t^(K)‖, to which residuals are compared."""
+    state: State | None
+    """The state after the chunk, as the last pass left it, if a state was given."""
+    tolerance: float | None
+    """What was asked for, if anything."""
+
+    @property
+    def passes(self) -> int:
+        """K, the passes made."""
+        return len(self.residuals_KBT) + 1
+
+    @property
+    def relative_residuals(self) -> list[float]:
+        """The largest residual of passes 2 … K, relative to the largest ‖z‖."""
+        return [residual.max().item() / self.scale if self.scale else 0.0 for residual in self.residuals_KBT]
+
+    @property
+    def converged(self) -> bool:
+        """Whether the last residual is within the tolerance (false if none was asked for, or after one pass)."""
+        residuals = self.relative_residuals
+        return self.tolerance is not None and len(residuals) > 0 and residuals[-1] <= self.tolerance
+
+    @property
+    def rate(self) -> float | None:
+        """What a pass multiplies the largest residual by: the worst of the last three; none before the third pass."""
+        newest = self.relative_residuals[-4:]
+        if len(newest) < 2:
+            return None
+        return max(after / before if before else 0.0 for before, after in pairwise(newest))
+
+    @property
+    def relative_error_bound(self) -> float | None:
+        """The a-posteriori bound on the error of z, relative to the largest ‖z‖, at the measured rate.
+
+        None where the rate is unknown or not below 1. The rate is measured on this trajectory, not a proven
+        Lipschitz constant, so this is an estimate.
+        """
+        rate = self.rate
+        if rate is None or rate >= 1.0:
+            return None
+        return a_posteriori_bound(rate, self.relative_residuals[-1])
+
+
+def unroll(
+    model: ContextReady,
+    tokens_BT: Tensor,
+    passes: int | None = None,
+    *,
+    tolerance: float | None = None,
+    state: State | None = None,
+    cumulative: bool = False,
+) -> tuple[Tensor, UnrollInfo]:
+    """Iterate the parallel pass over a sequence, or over the next chunk after `state`: (z, info).
+
+    Give `passes` (K) for a fixed number, or `tolerance` to stop when the largest change of z by a pass, relative to
+    the largest ‖z‖, is no more than that; with both, `passes` is the most that are made. T tokens are exact after
+    T + 1 passes whatever the contraction, so a tolerance always ends there. `info.state` continues after the chunk.
+    """
+    if passes is None and tolerance is None:
+        raise ContextReadyError("unroll needs passes (a fixed K), or a tolerance to reach, or both.")
+    if tolerance is not None and not tolerance >= 0.0:
+        raise ContextReadyError(f"tolerance={tolerance} is not a distance; give 0 or more, for example 1e-4.")
+    if passes is not None:
+        check_passes(passes)
+    if state is not None:
+        model.check_state(state, tokens_BT)
+
+    most = tokens_BT.shape[1] + 1 if passes is None else passes
+    all_passes = model.passes(model.backbone.embed(tokens_BT), state, cumulative)
+    result = next(all_passes)
+    residuals: list[Tensor] = []
+    within = False
+    while len(residuals) + 1 < most and not within:
+        before_BTC, result = result.z_BTC.detach(), next(all_passes)
+        z_BTC = result.z_BTC.detach()
+        residuals.append((z_BTC - before_BTC).norm(dim=-1))
+        if tolerance is not None:
+            within = bool(residuals[-1].max() <= tolerance * _largest(z_BTC))
+    info = UnrollInfo(
+        residuals_KBT=torch.stack(residuals) if residuals else result.z_BTC.new_empty(0, *tokens_BT.shape),
+        scale=_largest(result.z_BTC.detach()).item(),
+        state=None if state is None else state.advanced(result.carried_BTC, result.cache),
+        tolerance=tolerance,
+    )
+    return result.z_BTC, info
+
+
+def a_posteriori_bound(rate: float, residual: float) -> float:
+    """‖c^(k) - c*‖ ≤ L / (1 - L) · ‖c^(k) - c^(k-1)‖, for a contraction rate L below 1."""
+    check_rate(rate)
+    return rate / (1.0 - rate) * residual
+
+
+def check_rate(rate: float) -> None:
+    """Refuse a rate for which no bound holds."""
+    if not 0.0 <= rate < 1.0:
+        raise ContextReadyError(f"The bound needs a rate from 0 to below 1, and it is {rate:.3g}.")
+
+
+def _largest(z_BTC: Tensor) -> Tensor:
+    largest: Tensor = z_BTC.norm(dim=-1).max()
+    return largest
