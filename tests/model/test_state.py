@@ -1,0 +1,179 @@
+"""A state is a value: every operation on it continues exactly."""
+
+import pytest
+import torch
+from helpers import gap, random_tokens, small_model, stream_in_chunks
+
+from contextready import ContextReadyError, State
+
+WINDOWS = [None, 1, 4]
+
+
+def streamed(window=None, history=1, kind="add", length=10):
+    model = small_model(window=window, correction=kind)
+    tokens = random_tokens(batch=3, length=length)
+    _, state = model.stream(tokens, model.init_state(3, history))
+    return model, tokens, state
+
+
+def continues(model, state, expected_state):
+    more = random_tokens(batch=state.batch_size, length=5, seed=9)
+    a, _ = model.stream(more, state)
+    b, _ = model.stream(more, expected_state)
+    return torch.equal(a, b)
+
+
+def test_stepping_changes_no_earlier_state():
+    model, tokens, state = streamed()
+    before = state.clone()
+    model.stream(tokens, state)
+    assert state.position == before.position == 10
+    assert continues(model, state, before)
+
+
+def test_clone_shares_no_memory():
+    _, _, state = streamed()
+    copy = state.clone()
+    copy.carried_BRC.zero_()
+    for kv in copy.cache.layers:
+        kv[0].zero_()
+    assert state.carried_BRC.abs().max() > 0
+    assert state.cache.layers[0][0].abs().max() > 0
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("kind", ["add", "block_head"])
+def test_select_reorder_and_repeat_rows(kind, window):
+    model, tokens, state = streamed(window, kind=kind)
+    for rows in ([2], [2, 0, 1], [1, 1, 0, 2, 2]):
+        _, expected = model.stream(tokens[rows], model.init_state(len(rows)))
+        chosen = state.select(rows)
+        more = random_tokens(batch=len(rows), length=4, seed=9)
+        assert gap(model.stream(more, chosen)[0], model.stream(more, expected)[0]) < 1e-12
+    assert continues(model, state.repeat(2), state.select([0, 0, 1, 1, 2, 2]))
+    assert not continues(model, state, state.select([2, 0, 1]))
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("kind", ["add", "block_head"])
+def test_rollback_is_exact(kind, window):
+    model, tokens, state = streamed(window, history=6, kind=kind)
+    for position in (10, 9, 7, 4):
+        _, expected = model.stream(tokens[:, :position], model.init_state(3, history=6))
+        assert state.rollback(position).position == position
+        assert continues(model, state.rollback(position), expected)
+    twice = state.rollback(8).rollback(5)
+    assert continues(model, twice, state.rollback(5))
+    assert continues(model, state.rollback(0), model.init_state(3))
+
+
+def test_rollback_past_the_history_is_refused():
+    _, _, state = streamed(history=2)
+    assert state.rollback(8).position == 8
+    with pytest.raises(ContextReadyError, match=r"Cannot roll back 3 tokens.*keeps 2.*larger history"):
+        state.rollback(7)
+    with pytest.raises(ContextReadyError, match="has read 10 tokens"):
+        state.rollback(11)
+    # A second rollback cannot use history that the first one spent.
+    with pytest.raises(ContextReadyError, match="larger history"):
+        state.rollback(8).rollback(7)
+
+
+def test_windowed_cache_alone_refuses_a_rollback_it_cannot_serve():
+    model = small_model(correction=None, window=4)
+    _, cache = model.stream(random_tokens(length=10), model.init_cache(2, history=1))
+    assert cache.rollback(9).length == 3
+    with pytest.raises(ContextReadyError, match="needs 3 earlier positions and 2 are kept"):
+        cache.rollback(8)
+
+
+def test_history_zero_and_one_hold_no_more_than_the_window():
+    for history in (0, 1):
+        model = small_model(window=4)
+        state = model.init_state(2, history)
+        for t in range(12):
+            _, state = model.stream(random_tokens(length=12)[:, t : t + 1], state)
+            assert state.cache.length <= 4
+        longer = random_tokens(length=30)
+        _, at_once = model.stream(longer, model.init_state(2, history))
+        assert at_once.cache.length <= 4
+
+
+def test_history_is_only_kept_for_rollback():
+    model = small_model(window=4)
+    tokens = random_tokens(length=15)
+    results = [stream_in_chunks(model, tokens, [5, 10], model.init_state(2, history=h))[0] for h in (0, 1, 7)]
+    assert gap(results[0], results[1]) < 1e-12
+    assert gap(results[0], results[2]) < 1e-12
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_save_and_load_continue_exactly(window, tmp_path):
+    model, _, state = streamed(window, history=3)
+    path = tmp_path / "state.safetensors"
+    state.save(path)
+    loaded = State.load(path)
+    assert (loaded.position, loaded.history, loaded.nbytes) == (state.position, state.history, state.nbytes)
+    assert continues(model, loaded, state)
+    assert continues(model, loaded.rollback(8), state.rollback(8))
+    assert [file.name for file in tmp_path.iterdir()] == ["state.safetensors"]
+
+
+def test_a_fresh_state_can_be_saved(tmp_path):
+    model = small_model()
+    model.init_state(2).save(tmp_path / "s")
+    assert continues(model, State.load(tmp_path / "s"), model.init_state(2))
+
+
+def test_bad_files_are_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    _, _, state = streamed()
+    path = tmp_path / "state"
+    state.save(path)
+    whole = path.read_bytes()
+
+    (tmp_path / "cut").write_bytes(whole[:-1])
+    save_file({"x": torch.zeros(1)}, tmp_path / "weights")
+    for name, message in (
+        ("cut", "not a whole safetensors file"),
+        ("weights", "not a saved state"),
+        ("missing", "no state file"),
+    ):
+        with pytest.raises(ContextReadyError, match=message):
+            State.load(tmp_path / name)
+    with pytest.raises(ContextReadyError, match="could not be written"):
+        state.save(tmp_path / "no such folder" / "state")
+
+
+def test_a_failed_save_leaves_the_earlier_file(tmp_path, monkeypatch):
+    import safetensors.torch
+
+    model, _, state = streamed()
+    path = tmp_path / "state"
+    state.save(path)
+
+    def full_disk(tensors, filename, metadata=None):
+        filename.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full_disk)
+    with pytest.raises(ContextReadyError, match="No space left on device"):
+        state.rollback(9).save(path)
+    assert continues(model, State.load(path), state)
+    assert [file.name for file in tmp_path.iterdir()] == ["state"]
+
+
+def test_bad_rows_are_refused():
+    _, _, state = streamed()
+    for rows in ([3], [-1], [], [[0]], [0.5]):
+        with pytest.raises(ContextReadyError, match=r"[Rr]ow"):
+            state.select(rows)
+    with pytest.raises(ContextReadyError, match="at least 1"):
+        state.repeat(0)
+
+
+def test_nbytes_is_what_is_held():
+    _, _, state = streamed(history=1)
+    # 2 layers of keys and values of 10 positions, and the two newest z, in float64, 3 rows of width 12.
+    assert state.nbytes == 3 * 12 * 8 * (2 * 2 * 10 + 2)

@@ -1,0 +1,204 @@
+"""A slow, literal, independent reading of the paper's equations, with loops over positions, heads and pairs.
+
+It shares no code with the package and uses numpy only. Names follow the paper: e, z, D, K, correction.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+Vector = np.ndarray
+
+
+@dataclass
+class Linear:
+    weight: np.ndarray
+    bias: np.ndarray | None = None
+
+    def __call__(self, x: Vector) -> Vector:
+        y = np.array([row @ x for row in self.weight])
+        return y if self.bias is None else y + self.bias
+
+
+@dataclass
+class LN:
+    weight: np.ndarray
+    bias: np.ndarray | None = None
+
+    def __call__(self, x: Vector) -> Vector:
+        mean = sum(x) / len(x)
+        variance = sum((v - mean) ** 2 for v in x) / len(x)
+        y = (x - mean) / math.sqrt(variance + 1e-5) * self.weight
+        return y if self.bias is None else y + self.bias
+
+
+@dataclass
+class FFN:
+    up: Linear
+    down: Linear
+
+    def __call__(self, x: Vector) -> Vector:
+        h = self.up(x)
+        return self.down(np.array([v * 0.5 * (1.0 + math.erf(v / math.sqrt(2.0))) for v in h]))
+
+
+@dataclass
+class Layer:
+    norm_a: LN
+    q: Linear
+    k: Linear
+    v: Linear
+    out: Linear
+    norm_f: LN
+    ffn: FFN
+
+
+@dataclass
+class Model:
+    """Weights of a roformer and, unless `variant` is none, of its correction."""
+
+    embedding: np.ndarray
+    layers: list[Layer]
+    norm_out: LN
+    w_head: np.ndarray
+    heads: int
+    window: int | None = None
+    rope_base: float = 10_000.0
+    extra: tuple[LN, FFN] | None = None
+    variant: str | None = None
+    corr_norm: LN | None = None
+    corr_ffn: FFN | None = None
+
+
+@dataclass
+class Caches:
+    """K_i and V_i of every layer: lists over positions."""
+
+    keys: list[list[Vector]] = field(default_factory=list)
+    values: list[list[Vector]] = field(default_factory=list)
+
+
+def rope(x: Vector, position: int, base: float) -> Vector:
+    """Rotate the pair (i, i + half) of one head's vector by position / base^(2i / size)."""
+    half = len(x) // 2
+    y = np.zeros_like(x)
+    for i in range(half):
+        angle = position / base ** (2 * i / len(x))
+        y[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
+        y[i + half] = x[i] * math.sin(angle) + x[i + half] * math.cos(angle)
+    return y
+
+
+def attention(model: Model, layer: Layer, x: Vector, t: int, keys: list[Vector], values: list[Vector]) -> Vector:
+    """Attn(x; K, V) at position t; adds t's key and value to the caches first."""
+    size = len(x) // model.heads
+    parts = [slice(h * size, (h + 1) * size) for h in range(model.heads)]
+    q, k, v = layer.q(x), layer.k(x), layer.v(x)
+    keys.append(np.concatenate([rope(k[part], t, model.rope_base) for part in parts]))
+    values.append(v)
+    first = 0 if model.window is None else max(0, t - model.window + 1)
+    y = np.zeros_like(x)
+    for part in parts:
+        q_h = rope(q[part], t, model.rope_base)
+        scores = [float(q_h @ keys[s][part]) / math.sqrt(size) for s in range(first, t + 1)]
+        weights = [math.exp(score - max(scores)) for score in scores]
+        for s, weight in zip(range(first, t + 1), weights, strict=True):
+            y[part] += weight / sum(weights) * values[s][part]
+    return layer.out(y)
+
+
+def block_unit(model: Model, x: Vector, t: int, caches: Caches) -> Vector:
+    """z_t = h^(D) from h^(0) = x."""
+    h = x
+    for i, layer in enumerate(model.layers):
+        a = h + attention(model, layer, layer.norm_a(h), t, caches.keys[i], caches.values[i])
+        h = a + layer.ffn(layer.norm_f(a))
+    if model.extra is not None:
+        norm, ffn = model.extra
+        h = h + ffn(norm(h))
+    return h
+
+
+def correction(model: Model, z_prev: Vector, x_prev: Vector, e: Vector) -> Vector:
+    """correction_t from the previous block output (and, for block_head, the previous block input)."""
+    if model.variant in ("add", "tied"):
+        ffn = model.corr_ffn if model.variant == "add" else model.layers[-1].ffn
+        return ffn(model.corr_norm(z_prev + e))
+    if model.variant == "blind":
+        return model.corr_ffn(model.corr_norm(z_prev))
+    if model.variant == "concat":
+        return model.corr_ffn(model.corr_norm(np.concatenate([z_prev, e])))
+    if model.variant == "block_head":
+        return z_prev - x_prev
+    raise AssertionError(model.variant)
+
+
+def fresh_caches(model: Model) -> Caches:
+    return Caches([[] for _ in model.layers], [[] for _ in model.layers])
+
+
+def run_blocks(model: Model, x: list[Vector]) -> list[Vector]:
+    """The D-block unit over a whole sequence."""
+    caches = fresh_caches(model)
+    return [block_unit(model, x_t, t, caches) for t, x_t in enumerate(x)]
+
+
+def predict(model: Model, z: list[Vector]) -> np.ndarray:
+    return np.stack([model.w_head @ model.norm_out(z_t) for z_t in z])
+
+
+def transformer(model: Model, tokens: list[int]) -> np.ndarray:
+    return predict(model, run_blocks(model, [model.embedding[token] for token in tokens]))
+
+
+def trajectory(
+    model: Model, tokens: list[int], K: int, cumulative: bool = False
+) -> tuple[list[list[Vector]], list[list[Vector]]]:
+    """Parallel training (Section 3.2): z^(1) … z^(K) and correction^(0) … correction^(K)."""
+    e = [model.embedding[token] for token in tokens]
+    zero = np.zeros_like(e[0])
+    corrections = [zero for _ in e]
+    base = list(e)
+    all_z, all_corrections = [], [corrections]
+    for _ in range(K):
+        x = [base[t] + corrections[t] for t in range(len(e))]
+        z = run_blocks(model, x)
+        if cumulative:
+            base = x
+        corrections = [
+            correction(model, z[t - 1] if t else zero, x[t - 1] if t else zero, base[t]) for t in range(len(e))
+        ]
+        all_z.append(z)
+        all_corrections.append(corrections)
+    return all_z, all_corrections
+
+
+def parallel(model: Model, tokens: list[int], K: int, cumulative: bool = False) -> np.ndarray:
+    """Logits after K iterations."""
+    return predict(model, trajectory(model, tokens, K, cumulative)[0][-1])
+
+
+def empirical_rate(model: Model, tokens: list[int], K: int) -> float:
+    """max_t ‖c_{K,t} - c_{K-1,t}‖ / ‖c_{K-1,t} - c_{K-2,t}‖, over positions whose correction still moved."""
+    c = trajectory(model, tokens, K)[1]
+    ratios = []
+    for t in range(len(tokens)):
+        before = math.sqrt(sum((c[K - 1][t] - c[K - 2][t]) ** 2))
+        if before > 1e-12:
+            ratios.append(math.sqrt(sum((c[K][t] - c[K - 1][t]) ** 2)) / before)
+    return max(ratios)
+
+
+def streaming(model: Model, tokens: list[int]) -> np.ndarray:
+    """Algorithm 1."""
+    caches = fresh_caches(model)
+    z_prev = x_prev = np.zeros(model.embedding.shape[1])
+    outputs = []
+    for t, token in enumerate(tokens):
+        e = model.embedding[token]
+        h = e + correction(model, z_prev, x_prev, e)
+        x_prev = h
+        z_prev = block_unit(model, h, t, caches)
+        outputs.append(z_prev)
+    return predict(model, outputs)

@@ -1,0 +1,136 @@
+"""The unroll: residuals, tolerance, bound, and chunks that continue exactly."""
+
+import pytest
+import reference
+import torch
+from helpers import KINDS, contractive_model, gap, oracle, random_tokens, small_model
+
+from contextready import ContextReady, ContextReadyError, build_correction, unroll
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_residuals_are_the_change_of_z(kind):
+    model = small_model(correction=kind)
+    tokens = random_tokens(batch=1, length=6)
+    z, info = unroll(model, tokens, passes=5)
+    assert info.passes == 5
+    assert info.residuals_KBT.shape == (4, 1, 6)
+    zs = [
+        torch.stack([torch.from_numpy(v) for v in z])
+        for z in reference.trajectory(oracle(model), tokens[0].tolist(), 5)[0]
+    ]
+    assert gap(z[0], zs[-1]) < 1e-10
+    for k in range(4):
+        assert gap(info.residuals_KBT[k, 0], (zs[k + 1] - zs[k]).norm(dim=-1)) < 1e-10
+    assert info.scale == pytest.approx(zs[-1].norm(dim=-1).max().item())
+    assert info.relative_residuals[-1] == pytest.approx((zs[4] - zs[3]).norm(dim=-1).max().item() / info.scale)
+    r = info.relative_residuals
+    assert info.rate == pytest.approx(max(r[1] / r[0], r[2] / r[1], r[3] / r[2]))
+    assert unroll(model, tokens, passes=3)[1].rate == pytest.approx(r[1] / r[0])
+    assert not info.converged
+    assert info.state is None
+
+
+def test_logits_of_the_unroll_are_the_models():
+    model = small_model()
+    tokens = random_tokens()
+    assert torch.equal(model.backbone.head(unroll(model, tokens, 4)[0]), model(tokens, 4))
+
+
+@pytest.mark.parametrize("tolerance", [1e-2, 1e-6])
+def test_tolerance_stops_at_the_first_pass_that_meets_it(tolerance):
+    model = contractive_model()
+    tokens = random_tokens(length=30)
+    z, info = unroll(model, tokens, tolerance=tolerance)
+    assert info.converged
+    assert info.passes < 31
+    assert info.relative_residuals[-1] <= tolerance < info.relative_residuals[-2]
+    assert gap(z, unroll(model, tokens, passes=info.passes)[0]) == 0.0
+
+
+def test_error_bound_holds_where_the_truth_is_known():
+    model = contractive_model()
+    tokens = random_tokens(length=24)
+    exact, _ = unroll(model, tokens, passes=25)
+    for passes in range(3, 12):
+        z, info = unroll(model, tokens, passes)
+        error = (z - exact).norm(dim=-1).max().item() / info.scale
+        assert info.rate < 1
+        assert error <= info.relative_error_bound < 20 * error
+
+
+def test_no_bound_without_contraction_and_still_exact():
+    model = contractive_model(scale=10.0)
+    tokens = random_tokens(length=12)
+    _, early = unroll(model, tokens, passes=6)
+    assert early.rate >= 1.0
+    assert early.relative_error_bound is None
+    z, info = unroll(model, tokens, tolerance=0.0)
+    assert info.passes == 13  # T + 1, exact whatever the contraction
+    streamed, _ = model.stream(tokens, model.init_state(2))
+    assert gap(model.backbone.head(z), streamed) < 1e-10
+    assert not early.converged
+
+
+def test_passes_limit_a_tolerance():
+    _, info = unroll(small_model(), random_tokens(length=20), passes=3, tolerance=1e-12)
+    assert (info.passes, info.converged) == (3, False)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_continue_exactly(kind, window):
+    model = small_model(correction=kind, window=window)
+    tokens = random_tokens(length=14)
+    exact, after = model.stream(tokens, model.init_state(2))
+    state, pieces = model.init_state(2), []
+    for chunk in (tokens[:, :5], tokens[:, 5:6], tokens[:, 6:]):
+        z, info = unroll(model, chunk, passes=chunk.shape[1] + 1, state=state)
+        assert state.position + chunk.shape[1] == info.state.position
+        state = info.state
+        pieces.append(model.backbone.head(z))
+    assert gap(torch.cat(pieces, dim=1), exact) < 1e-10
+    more = random_tokens(length=3, seed=4)
+    assert gap(model.stream(more, state)[0], model.stream(more, after)[0]) < 1e-10
+
+
+def test_a_chunk_with_a_tolerance_continues_within_it():
+    model = contractive_model()
+    tokens = random_tokens(length=40)
+    exact, _ = model.stream(tokens, model.init_state(2))
+    _, info = unroll(model, tokens[:, :30], tolerance=1e-9, state=model.init_state(2))
+    assert info.passes < 31
+    logits, _ = model.stream(tokens[:, 30:], info.state)
+    assert 0 < gap(logits, exact[:, 30:]) < 1e-7
+
+
+def test_one_pass_and_a_model_that_corrects_nothing():
+    model = small_model()
+    _, info = unroll(model, random_tokens(), passes=1)
+    assert (info.passes, info.relative_residuals, info.rate, info.relative_error_bound) == (1, [], None, None)
+    base = small_model(correction=None)
+    still = ContextReady(base, build_correction("add", base, init="zero"))
+    _, info = unroll(still, random_tokens(), passes=3)
+    assert (info.relative_residuals, info.rate, info.relative_error_bound) == ([0.0, 0.0], 0.0, 0.0)
+    _, info = unroll(still, random_tokens(), tolerance=0.0)
+    assert (info.passes, info.converged) == (2, True)
+
+
+def test_gradients_flow_but_not_into_the_info():
+    model = small_model()
+    z, info = unroll(model, random_tokens(), 3)
+    assert z.requires_grad
+    assert not info.residuals_KBT.requires_grad
+
+
+def test_bad_calls_say_what_is_wrong():
+    model, tokens = small_model(), random_tokens()
+    for call, message in (
+        (lambda: unroll(model, tokens), "passes .* or a tolerance"),
+        (lambda: unroll(model, tokens, 0), "passes=0"),
+        (lambda: unroll(model, tokens, tolerance=-1.0), "tolerance=-1.0"),
+        (lambda: unroll(model, tokens, tolerance=float("nan")), "tolerance=nan"),
+        (lambda: unroll(model, tokens, 2, state=model.init_state(1)), "1 rows and 2 were given"),
+    ):
+        with pytest.raises(ContextReadyError, match=message):
+            call()
