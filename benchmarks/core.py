@@ -1,0 +1,151 @@
+"""What the method costs here, as ratios measured side by side in one run. Ends with one JSON line.
+
+1. A K-pass forward and backward, divided by what the multiply-accumulate count predicts from one pass of the plain
+   transformer of the same depth and width.
+2. A streaming step, divided by its bare matrix products.
+3. `import contextready`, divided by `import torch`.
+
+    python benchmarks/core.py [--quick]
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from contextready import ContextReady, ModelConfig, Transformer, account, build_model
+
+VOCABULARY = 1024
+TOKENS = 256
+PASSES = 5
+
+
+def interleaved_medians(calls: list[Callable[[], object]], rounds: int) -> list[float]:
+    """Seconds of each call: the median over rounds in which all take turns, so that noise hits all alike."""
+    for call in calls:
+        call()
+        call()
+    seconds: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for times, call in zip(seconds, calls, strict=True):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+    return [statistics.median(times) for times in seconds]
+
+
+def unroll_cost(layers: int, width: int, batch: int, rounds: int) -> dict[str, float]:
+    """Measured over predicted time of K passes forward and backward."""
+    shape = {"vocab_size": VOCABULARY, "width": width, "layers": layers, "heads": width // 64}
+    plain_config, ready_config = ModelConfig(**shape), ModelConfig(**shape, correction="add")
+    plain, ready = build_model(plain_config), build_model(ready_config)
+    assert isinstance(plain, Transformer)
+    assert isinstance(ready, ContextReady)
+    tokens_BT = torch.randint(VOCABULARY, (batch, TOKENS))
+    targets = torch.randint(VOCABULARY, (batch * TOKENS,))
+
+    def train(model: Transformer | ContextReady) -> None:
+        logits_BTV = model(tokens_BT, PASSES) if isinstance(model, ContextReady) else model(tokens_BT)
+        F.cross_entropy(logits_BTV.flatten(0, 1), targets).backward()
+        model.zero_grad(set_to_none=True)
+
+    one, many = interleaved_medians([lambda: train(plain), lambda: train(ready)], rounds)
+    predicted = account(ready_config).macs_sequence(TOKENS, PASSES) / account(plain_config).macs_sequence(TOKENS)
+    return {
+        "D": layers,
+        "C": width,
+        "T": TOKENS,
+        "K": PASSES,
+        "batch": batch,
+        "transformer_ms": one * 1e3,
+        "k_pass_ms": many * 1e3,
+        "time_ratio": many / one,
+        "predicted_ratio": predicted,
+        "measured_over_predicted": many / one / predicted,
+    }
+
+
+@torch.inference_mode()
+def step_overhead(layers: int, width: int, steps: int) -> dict[str, float]:
+    """Time per token of the eager streaming step over the time of its matrix products alone."""
+    config = ModelConfig(VOCABULARY, width, layers, heads=width // 64, correction="add")
+    model = build_model(config)
+    assert isinstance(model, ContextReady)
+    token_11 = torch.zeros(1, 1, dtype=torch.long)
+    _, warm = model.stream(torch.zeros(1, 64, dtype=torch.long), model.init_state(1))
+    products = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    inputs = [torch.randn(1, 1, m.in_features) for m in products]
+
+    def stream() -> None:
+        state = warm
+        for _ in range(steps):
+            _, state = model.stream(token_11, state)
+
+    def multiply() -> None:
+        for _ in range(steps):
+            for module, x in zip(products, inputs, strict=True):
+                F.linear(x, module.weight)
+
+    step, bare = interleaved_medians([stream, multiply], rounds=15)
+    return {
+        "D": layers,
+        "C": width,
+        "step_us": step / steps * 1e6,
+        "products_us": bare / steps * 1e6,
+        "step_over_products": step / bare,
+    }
+
+
+def import_cost(rounds: int) -> dict[str, float]:
+    """Seconds of two fresh interpreters that import torch, and contextready."""
+
+    def start(module: str) -> Callable[[], object]:
+        return lambda: subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
+
+    bare, ours = interleaved_medians([start("torch"), start("contextready")], rounds)
+    return {"torch_s": bare, "contextready_s": ours, "contextready_over_torch": ours / bare}
+
+
+def main() -> None:
+    """Run all three and print them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one round, one row, the small width: to see it run, not to measure")
+    quick = parser.parse_args().quick
+    torch.manual_seed(0)
+    rounds, widths, batch = (1, (256,), 1) if quick else (15, (256, 512), 8)
+    unrolls = [unroll_cost(layers, width, batch, rounds) for layers in (1, 4) for width in widths]
+    for row in unrolls:
+        print(
+            f"D={row['D']} C={row['C']}: K={PASSES} takes {row['time_ratio']:.2f} × a transformer pass, "
+            f"predicted {row['predicted_ratio']:.2f}, measured/predicted {row['measured_over_predicted']:.3f}"
+        )
+    steps = [step_overhead(layers, width, 20) for layers in (1, 4) for width in widths]
+    for row in steps:
+        print(
+            f"D={row['D']} C={row['C']}: a step takes {row['step_us']:.0f} µs, "
+            f"its products {row['products_us']:.0f} µs, ratio {row['step_over_products']:.2f}"
+        )
+    imports = import_cost(1 if quick else 11)
+    print(f"import contextready takes {imports['contextready_over_torch']:.3f} × import torch")
+    print(
+        json.dumps(
+            {
+                "benchmark": "core",
+                "threads": torch.get_num_threads(),
+                "torch": torch.__version__,
+                "unroll": unrolls,
+                "step": steps,
+                "import": imports,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
