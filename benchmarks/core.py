@@ -115,7 +115,9 @@ def import_cost(rounds: int) -> dict[str, float]:
 def main() -> None:
     """Run all three and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round, one row, the small width: to see it run, not to measure")
+    parser.add_argument(
+        "--quick", action="store_true", help="one round, one row, the small width: to see it run, not to measure"
+    )
     quick = parser.parse_args().quick
     torch.manual_seed(0)
     rounds, widths, batch = (1, (256,), 1) if quick else (15, (256, 512), 8)

@@ -69,7 +69,12 @@ def test_no_bound_without_contraction_and_still_exact():
     assert info.passes == 13  # T + 1, exact whatever the contraction
     streamed, _ = model.stream(tokens, model.init_state(2))
     assert gap(model.backbone.head(z), streamed) < 1e-10
+    assert not early.exact
     assert not early.converged
+    assert info.exact
+    assert info.converged
+    assert info.relative_error_bound == 0.0
+    assert not unroll(model, tokens, passes=13, cumulative=True)[1].exact
 
 
 def test_passes_limit_a_tolerance():

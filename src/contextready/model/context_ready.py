@@ -99,12 +99,17 @@ class ContextReady(nn.Module):
     def stream(self, tokens_BT: Tensor, state: State) -> tuple[Tensor, State]:
         """Logits of the next T ≥ 1 tokens after `state`, read one by one and so exact, and the state after them."""
         self.check_state(state, tokens_BT)
-        e_BTC, outputs = self.backbone.embed(tokens_BT), []
+        z_BTC, state = self.read(self.backbone.embed(tokens_BT), state)
+        return self.backbone.head(z_BTC), state
+
+    def read(self, e_BTC: Tensor, state: State) -> tuple[Tensor, State]:
+        """Block outputs z of the next embeddings after `state`, one by one, and the state after them."""
+        outputs = []
         for t in range(e_BTC.shape[1]):
             result = self.recur(e_BTC[:, t : t + 1], state.z_prev_B1C, state.cache)
             state = state.advanced(result.carried_BTC, result.cache)
             outputs.append(result.z_BTC)
-        return self.backbone.head(torch.cat(outputs, dim=1)), state
+        return torch.cat(outputs, dim=1), state
 
     def init_state(self, batch_size: int, history: int = 1) -> State:
         """The state before the first token. `history` is how many tokens can always be rolled back."""

@@ -23,6 +23,8 @@ class UnrollInfo:
     """The state after the chunk, as the last pass left it, if a state was given."""
     tolerance: float | None
     """What was asked for, if anything."""
+    cumulative: bool
+    """Whether this was the cumulative ablation."""
 
     @property
     def passes(self) -> int:
@@ -36,9 +38,14 @@ class UnrollInfo:
 
     @property
     def converged(self) -> bool:
-        """Whether the last residual is within the tolerance (false if none was asked for, or after one pass)."""
+        """Whether z is exact, or the last residual is within the tolerance that was asked for."""
         residuals = self.relative_residuals
-        return self.tolerance is not None and len(residuals) > 0 and residuals[-1] <= self.tolerance
+        return self.exact or (self.tolerance is not None and len(residuals) > 0 and residuals[-1] <= self.tolerance)
+
+    @property
+    def exact(self) -> bool:
+        """Whether z is the fixed point, to rounding: T + 1 passes were made, whatever the contraction."""
+        return self.passes > self.residuals_KBT.shape[2] and not self.cumulative
 
     @property
     def rate(self) -> float | None:
@@ -52,9 +59,11 @@ class UnrollInfo:
     def relative_error_bound(self) -> float | None:
         """The a-posteriori bound on the error of z, relative to the largest ‖z‖, at the measured rate.
 
-        None where the rate is unknown or not below 1. The rate is measured on this trajectory, not a proven
-        Lipschitz constant, so this is an estimate.
+        0 where z is exact; none where the rate is unknown or not below 1. The rate is measured on this trajectory,
+        not a proven Lipschitz constant, so this is an estimate.
         """
+        if self.exact:
+            return 0.0
         rate = self.rate
         if rate is None or rate >= 1.0:
             return None
@@ -101,6 +110,7 @@ def unroll(
         scale=_largest(result.z_BTC.detach()).item(),
         state=None if state is None else state.advanced(result.carried_BTC, result.cache),
         tolerance=tolerance,
+        cumulative=cumulative,
     )
     return result.z_BTC, info
 

@@ -1,0 +1,77 @@
+"""The documentation is true: its code runs, its commands run, the functions and tests it names exist."""
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from contextready.cli import main
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+MATH = (ROOT / "docs" / "math.md").read_text()
+
+
+def test_readme_example_runs():
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    examples = [block for block in blocks if "import" in block]
+    assert len(examples) == 1
+    exec(compile(examples[0], "README.md", "exec"), {})
+
+
+COMMANDS = re.findall(r"^(crt [^#\n]*)", README, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_readme_commands_run(command, capsys):
+    assert main(shlex.split(command)[1:]) == 0
+    assert capsys.readouterr().out
+
+
+def test_readme_shows_every_verb_and_every_file():
+    assert {command.split()[1] for command in COMMANDS} == {"info", "demo"}
+    for path in (ROOT / "src").rglob("*.py"):
+        if path.name != "__init__.py":
+            assert path.name in README, path
+
+
+def test_the_table_in_the_readme_is_what_the_demo_measures():
+    from contextready.demo import run_demo
+
+    result = run_demo(tokens=48, layers=1, width=64, seed=0)
+    rows = re.findall(r"^\| (\d+) \| ([\d.e-]*) ?\| ([\d.e-]+) \| (\d+) of 48 \|$", README, flags=re.MULTILINE)
+    assert len(rows) == 7
+    for passes, change, error, exact in rows:
+        k = int(passes)
+        assert int(exact) == result.exact[k - 1]
+        if k < 49:  # the last error is rounding, which may differ from machine to machine
+            assert float(error) == pytest.approx(result.errors[k - 1], rel=0.06)
+        assert change == "" or float(change) == pytest.approx(result.residuals[k - 2], rel=0.06)
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`(contextready\.[\w.]+)`", MATH))))
+def test_functions_named_in_the_mathematics_exist(name):
+    module, attributes = name, []
+    while True:
+        try:
+            found = importlib.import_module(module)
+            break
+        except ModuleNotFoundError:
+            module, _, last = module.rpartition(".")
+            attributes.insert(0, last)
+    assert attributes
+    for attribute in attributes:
+        found = getattr(found, attribute)
+
+
+@pytest.mark.parametrize("test", sorted(set(re.findall(r"`(tests/[\w/]+\.py::\w+)`", MATH))))
+def test_tests_named_in_the_mathematics_exist(test):
+    path, _, name = test.partition("::")
+    assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), flags=re.MULTILINE)
+
+
+def test_the_license_and_contributing_are_there():
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+    assert (ROOT / "CONTRIBUTING.md").exists()
