@@ -1,6 +1,7 @@
 """The command `crt`: thin verbs over importable functions."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -13,11 +14,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     try:
         options.run(options)
+        sys.stdout.flush()
     except ContextReadyError as error:
         print(f"crt {options.verb}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # The reader left (`crt info --json | head`): nothing is wrong, and the interpreter must not try to flush again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 0
 
 
