@@ -6,8 +6,9 @@ import pytest
 import torch
 from helpers import KINDS, SILENT_AT_START, gap, random_tokens, small_config, small_model, stream_in_chunks
 
-from contextready import ContextReady, ContextReadyError, build_correction, build_model
+from contextready import ContextReady, ContextReadyError, build_correction, build_model, unroll
 from contextready.model.context_ready import shift_right
+from contextready.model.transformer import attention_plan
 
 TOLERANCE = 1e-10
 
@@ -130,6 +131,49 @@ def test_dropout_is_redrawn_at_every_pass_and_off_in_evaluation():
     assert gap(model.recur(e, None).z_BTC, model.recur(e, None).z_BTC) == 0.0
 
 
+def test_dropout_sits_at_the_input_and_at_the_end_of_every_branch():
+    model = small_model(correction=None, layers=1, extra_ffn=True, dropout=0.5).train()
+    block, x = model.layers[0], torch.ones(1, 40, 12, dtype=torch.float64)
+    torch.manual_seed(0)
+    z, _ = model.blocks(x)
+    torch.manual_seed(0)
+    masks = [torch.nn.functional.dropout(torch.ones_like(x), 0.5) for _ in range(4)]
+    plan = attention_plan(model.config, x, 0, 0)
+    h = x * masks[0]
+    h = h + masks[1] * block.attn(block.attn_norm(h), plan, None)[0]
+    h = h + masks[2] * block.ffn(block.ffn_norm(h))
+    h = h + masks[3] * model.extra_ffn(model.extra_norm(h))
+    assert gap(z, h) < 1e-12
+    assert all(0.3 < (mask == 0).double().mean() < 0.7 for mask in masks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_through_the_stream_is_that_of_the_converged_unroll(kind):
+    """Backpropagation through time, across a state, is backpropagation through T + 1 passes."""
+
+    def gradients(run):
+        model = small_model(correction=kind, window=4)
+        run(model).square().mean().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    tokens = random_tokens(length=7)
+    streamed = gradients(lambda model: stream_in_chunks(model, tokens, [3, 4])[0])
+    unrolled = gradients(lambda model: model(tokens, 8))
+    in_chunks = gradients(lambda model: _unrolled_in_chunks(model, tokens, [3, 4]))
+    for a, b, c in zip(streamed, unrolled, in_chunks, strict=True):
+        assert gap(a, b) < TOLERANCE
+        assert gap(a, c) < TOLERANCE
+
+
+def _unrolled_in_chunks(model, tokens, lengths):
+    state, pieces, start = model.init_state(tokens.shape[0]), [], 0
+    for length in lengths:
+        z, info = unroll(model, tokens[:, start : start + length], length + 1, state=state)
+        state, start = info.state, start + length
+        pieces.append(model.backbone.head(z))
+    return torch.cat(pieces, dim=1)
+
+
 def test_gradients_reach_every_weight_through_all_passes():
     for kind in KINDS:
         model = small_model(correction=kind)
@@ -162,6 +206,9 @@ def test_initialisation_is_seeded_and_differs_by_choice():
 
     assert torch.equal(weights(), weights())
     assert weights().abs().max() > 0
+    biased = build_model(small_config(bias=True))
+    assert all(p.abs().max() == 0 for name, p in biased.named_parameters() if name.endswith("bias"))
+    assert 0.015 < biased.backbone.embedding.weight.std() < 0.025
     assert weights(correction_init="zero").abs().max() == 0
 
 
@@ -175,6 +222,7 @@ def test_bad_calls_say_what_is_wrong():
         (lambda: model(tokens[0], 2), r"shape \(9,\)"),
         (lambda: model(tokens[:, :0], 2), r"shape \(2, 0\)"),
         (lambda: model(tokens.float(), 2), "whole numbers"),
+        (lambda: model(tokens.bool(), 2), "whole numbers"),
         (lambda: model.stream(tokens, other.init_state(2)), "state is of another model"),
         (lambda: model.stream(tokens, small_model(width=24).init_state(2)), "width 24, not 12"),
         (lambda: model.stream(tokens, small_model(window=3).init_state(2)), "state is of another model"),

@@ -65,6 +65,7 @@ def test_rollback_is_exact(kind, window):
     twice = state.rollback(8).rollback(5)
     assert continues(model, twice, state.rollback(5))
     assert continues(model, state.rollback(0), model.init_state(3))
+    assert state.rollback(0).nbytes == model.init_state(3).nbytes
 
 
 def test_rollback_past_the_history_is_refused():

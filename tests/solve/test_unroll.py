@@ -5,7 +5,7 @@ import reference
 import torch
 from helpers import KINDS, contractive_model, gap, oracle, random_tokens, small_model
 
-from contextready import ContextReady, ContextReadyError, build_correction, unroll
+from contextready import ContextReady, ContextReadyError, UnrollInfo, build_correction, unroll
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -14,6 +14,9 @@ def test_residuals_are_the_change_of_z(kind):
     tokens = random_tokens(batch=1, length=6)
     z, info = unroll(model, tokens, passes=5)
     assert info.passes == 5
+    assert not info.exact
+    assert not unroll(model, tokens, passes=6)[1].exact
+    assert unroll(model, tokens, passes=7)[1].exact
     assert info.residuals_KBT.shape == (4, 1, 6)
     zs = [
         torch.stack([torch.from_numpy(v) for v in z])
@@ -27,6 +30,10 @@ def test_residuals_are_the_change_of_z(kind):
     r = info.relative_residuals
     assert info.rate == pytest.approx(max(r[1] / r[0], r[2] / r[1], r[3] / r[2]))
     assert unroll(model, tokens, passes=3)[1].rate == pytest.approx(r[1] / r[0])
+    made = UnrollInfo(torch.tensor([9.0, 1.0, 2.0, 3.0, 1.5]).view(5, 1, 1), 2.0, None, None, False)
+    assert made.rate == 2.0  # the worst of the last three, not of all
+    slower = UnrollInfo(torch.tensor([1.0, 9.0, 9.0, 9.0, 9.0]).view(5, 1, 1), 2.0, None, None, False)
+    assert slower.rate == 1.0
     assert not info.converged
     assert info.state is None
 
@@ -57,6 +64,7 @@ def test_error_bound_holds_where_the_truth_is_known():
         error = (z - exact).norm(dim=-1).max().item() / info.scale
         assert info.rate < 1
         assert error <= info.relative_error_bound < 20 * error
+        assert info.relative_error_bound == pytest.approx(info.rate / (1 - info.rate) * info.relative_residuals[-1])
 
 
 def test_no_bound_without_contraction_and_still_exact():
@@ -99,6 +107,15 @@ def test_chunks_continue_exactly(kind, window):
     assert gap(model.stream(more, state)[0], model.stream(more, after)[0]) < 1e-10
 
 
+def test_the_first_pass_of_a_chunk_has_no_correction():
+    model = small_model()
+    tokens = random_tokens(length=8)
+    _, info = unroll(model, tokens[:, :5], 6, state=model.init_state(2))
+    first, _ = unroll(model, tokens[:, 5:], 1, state=info.state)
+    plain, _ = model.backbone.blocks(model.backbone.embed(tokens[:, 5:]), info.state.cache)
+    assert gap(first, plain) == 0.0
+
+
 def test_a_chunk_with_a_tolerance_continues_within_it():
     model = contractive_model()
     tokens = random_tokens(length=40)
@@ -136,6 +153,7 @@ def test_bad_calls_say_what_is_wrong():
         (lambda: unroll(model, tokens, tolerance=-1.0), "tolerance=-1.0"),
         (lambda: unroll(model, tokens, tolerance=float("nan")), "tolerance=nan"),
         (lambda: unroll(model, tokens, 2, state=model.init_state(1)), "1 rows and 2 were given"),
+        (lambda: unroll(model, tokens, 2, state=small_model(width=24).init_state(2)), "width 24, not 12"),
     ):
         with pytest.raises(ContextReadyError, match=message):
             call()
