@@ -125,7 +125,23 @@ def test_help_explains_every_option(crt, verb, capsys):
     with pytest.raises(SystemExit) as stop:
         main([verb, "--help"])
     assert stop.value.code == 0
-    assert len(capsys.readouterr().out.splitlines()) > 8
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) > 8
+    assert all(len(line) <= 100 for line in out.splitlines())
+
+
+def test_help_lists_every_setting(capsys):
+    from dataclasses import fields
+
+    from contextready import ModelConfig
+
+    with pytest.raises(SystemExit):
+        main(["info", "--help"])
+    out = capsys.readouterr().out
+    for field in fields(ModelConfig):
+        (line,) = [line for line in out.splitlines() if line.startswith(f"  {field.name} ")]
+        assert len(line.split()) > 2, line  # with the words of its docstring
+    assert "itself included; none: all" in " ".join(out.split())
 
 
 def test_demo_shows_what_it_measured(crt):

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from contextready import __version__
 from contextready.errors import ContextReadyError
+from contextready.model.build import ModelConfig
+from contextready.settings import describe_settings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,10 +40,14 @@ def build_parser() -> argparse.ArgumentParser:
     info = verbs.add_parser(
         "info",
         help="what a model costs: FLOPs, parameters, cache",
-        description="Print FLOPs per token, parameters and cache bytes of models, without allocating weights. "
+        description="Print FLOPs per token, parameters and cache bytes of models, without allocating weights.\n"
         "With no argument: every model of the paper, beside the paper's figures.",
-        epilog="examples: crt info owt-d5-c1120  |  crt info owt-d5-c1120 owt-n12-c768 --dtype bfloat16  |  "
-        "crt info vocab_size=4096 width=128 layers=1 heads=4 correction=add",
+        epilog=f"settings:\n{describe_settings(ModelConfig)}\n\n"
+        "examples:\n"
+        "  crt info owt-d5-c1120\n"
+        "  crt info owt-d5-c1120 owt-n12-c768 --dtype bfloat16\n"
+        "  crt info vocab_size=4096 width=128 layers=1 heads=4 correction=add",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     info.add_argument("what", nargs="*", help="names of the paper's models, or settings key=value, or both")
     info.add_argument("--context", type=int, help="tokens in the context (default: the model's block size, or 1024)")

@@ -126,7 +126,7 @@ def _print_one(entry: Entry, dtype: torch.dtype) -> None:
     a, c, T = entry.account, entry.account.config, entry.context
     kind = "transformer" if c.correction is None else f"context-ready, correction {c.correction}"
     table = Table(title=f"{entry.name}: {kind}", show_header=False, title_justify="left")
-    table.add_row("shape", f"{c.layers} layers, width {c.width}, {c.heads} heads, window {c.window or 'all'}")
+    table.add_row("shape", f"layers {c.layers}, width {c.width}, heads {c.heads}, window {c.window or 'all'}")
     for label, macs in (("blocks", a.macs_blocks), ("correction", a.macs_correction), ("head", a.macs_head)):
         table.add_row(f"  {label}", f"{macs:,}")
     table.add_row("FLOPs per token, as the paper counts", f"{a.macs:,}  ({millions(a.macs)})")

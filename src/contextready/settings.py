@@ -1,10 +1,14 @@
 """Settings as dataclasses: `key=value` words and plain dictionaries become checked, typed fields."""
 
+import ast
 import dataclasses
 import difflib
+import inspect
+import textwrap
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from contextready.errors import ContextReadyError
@@ -42,6 +46,27 @@ def build_settings(cls: type[Settings], values: Mapping[str, Any]) -> Settings:
     if missing:
         raise ContextReadyError(f"Missing setting{'s' * (len(missing) > 1)}: {', '.join(missing)}; add {missing[0]}=….")
     return cls(**{key: _convert(key, value, hints[key]) for key, value in values.items()})
+
+
+def describe_settings(cls: type) -> str:
+    """Help text for a settings dataclass: each key, its default, and the docstring under its field."""
+    documented: dict[str, str] = {}
+    for base in cls.__mro__[:-1]:
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, doc in pairwise(body.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(doc, ast.Expr):
+                documented.setdefault(field.target.id, ast.literal_eval(doc.value))
+    lines = []
+    for setting in dataclasses.fields(cls):
+        default = "" if setting.default is dataclasses.MISSING else f" (default: {_as_text(setting.default)})"
+        text = documented.get(setting.name, "") + default
+        lines.append(textwrap.fill(f"  {setting.name:<16}{text}", width=79, subsequent_indent=" " * 18))
+    return "\n".join(lines)
+
+
+def _as_text(value: object) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else f"{value}"
 
 
 def nearest(name: str, valid: Sequence[str]) -> str:

@@ -115,6 +115,8 @@ def test_save_and_load_continue_exactly(window, tmp_path):
     state.save(path)
     loaded = State.load(path)
     assert (loaded.position, loaded.history, loaded.nbytes) == (state.position, state.history, state.nbytes)
+    longer = random_tokens(batch=3, length=20, seed=3)
+    assert model.stream(longer, loaded)[1].nbytes == model.stream(longer, state)[1].nbytes
     assert continues(model, loaded, state)
     assert continues(model, loaded.rollback(8), state.rollback(8))
     assert [file.name for file in tmp_path.iterdir()] == ["state.safetensors"]
