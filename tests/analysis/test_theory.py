@@ -73,6 +73,19 @@ def test_empirical_rate_of_settled_positions():
         empirical_rate(model, tokens, 1)
 
 
+def test_norm_rate_and_the_floor_of_rounding():
+    model, tokens = contractive(), random_tokens(batch=2, length=40)
+    c = correction_trajectory(model, tokens, 4)
+    measured = empirical_rate(model, tokens, 4)
+    assert measured.norm_rate == pytest.approx(largest(c[4] - c[3]) / largest(c[3] - c[2]))
+    assert not measured.ratios_BT.requires_grad
+    model.float()
+    single = empirical_rate(model, tokens, 4)
+    assert single[:2] == pytest.approx(measured[:2], rel=1e-3)
+    # Long settled in float32: what still changes is rounding, which has no rate.
+    assert empirical_rate(model, tokens, 20)[:2] == (0.0, 0.0)
+
+
 def test_trajectory_is_repeated_application_of_the_operator(solved):
     model, _, e, trajectory, _ = solved
     assert trajectory[0].abs().max() == 0
@@ -92,6 +105,29 @@ def test_jacobian_is_strictly_past_only_and_right(solved):
     norms_TT = jacobian_norms(model, c, e)[0]
     assert (moved.norm(dim=-1) <= norms_TT[:, 3] * change.norm() * (1 + 1e-4) + 1e-6).all()
     assert moved[:4].abs().max() == 0
+
+
+@pytest.mark.parametrize("of", ["correction", "embedding"])
+def test_jacobian_norms_against_finite_differences(of):
+    model = contractive(window=3)
+    tokens = random_tokens(batch=2, length=5)
+    with torch.no_grad():
+        e, c = model.backbone.embed(tokens), correction_trajectory(model, tokens, 2)[-1]
+    norms_BTT = jacobian_norms(model, c, e, of)
+    step, C = 1e-6, e.shape[-1]
+    for row, s in itertools.product(range(2), range(5)):
+        columns = []
+        for i in range(C):
+            change = torch.zeros_like(e)
+            change[row, s, i] = step
+            up = (c + change, e) if of == "correction" else (c, e + change)
+            down = (c - change, e) if of == "correction" else (c, e - change)
+            with torch.no_grad():
+                columns.append((correction_operator(model, *up) - correction_operator(model, *down))[row] / (2 * step))
+        expected_T = torch.linalg.matrix_norm(torch.stack(columns, dim=-1), ord=2)
+        assert torch.allclose(norms_BTT[row, :, s], expected_T, atol=1e-6)
+    # A correction is only about the past; an embedding also about its own position.
+    assert (norms_BTT.diagonal(dim1=1, dim2=2) > 0).all() == (of == "embedding")
 
 
 def test_a_posteriori_bound(solved):
@@ -224,6 +260,17 @@ def test_receptive_field_against_a_real_stack():
     assert (difference > 1e-9).all()
 
 
+def test_bounds_by_hand():
+    assert a_posteriori_bound(0.75, 2.0) == pytest.approx(6.0)
+    assert warm_start_bound(0.75, 5.0, 0.1) == pytest.approx(1.5)
+    assert tracking_bound(0.75, 2.0) == pytest.approx(8.0)
+    a_TT = torch.tensor([[0.0, 0.0, 0.0], [0.5, 0.0, 0.0], [0.25, 2.0, 0.0]])
+    assert causal_contraction_bound(a_TT) == pytest.approx(2.25)
+    assert causal_contraction_bound(a_TT, torch.tensor([4.0, 2.0, 1.0])) == pytest.approx(1.0625)
+    assert path_sum_bound(a_TT, 3.0, 0).tolist() == pytest.approx([3.0, 4.5, 12.75])
+    assert path_sum_bound(a_TT, 3.0, 2).tolist() == pytest.approx([0.0, 0.0, 3.0])
+
+
 def test_bad_input_says_what_is_wrong(solved):
     *_, a_TT = solved
     ones = torch.ones(T, dtype=torch.float64)
@@ -232,6 +279,7 @@ def test_bad_input_says_what_is_wrong(solved):
         (lambda: tracking_bound(-0.1, 0.1), "rate"),
         (lambda: warm_start_bound(2.0, 1.0, 0.1), "rate"),
         (lambda: causal_contraction_bound(a_TT.T), "zero on and above the diagonal"),
+        (lambda: causal_contraction_bound(-a_TT), "non-negative"),
         (lambda: causal_contraction_bound(a_TT, ones - 1), "positive"),
         (lambda: causal_contraction_bound(a_TT, ones[1:]), "for each position"),
         (lambda: path_sum_bound(a_TT, 1.0, -1), "corrections=-1"),

@@ -52,6 +52,7 @@ def test_parameters_are_those_of_the_real_model(kind, bias):
     assert counted.parameters == sum(p.numel() for p in model.parameters())
     own = 0 if kind is None else sum(p.numel() for p in model.correction.parameters())
     assert counted.correction_parameters == own
+    assert counted.embedding_parameters == (model if kind is None else model.backbone).embedding.weight.numel()
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -88,6 +89,9 @@ def test_state_bytes_are_what_a_stream_holds(window, history):
     for t in range(1, 13):
         _, state = model.stream(random_tokens(length=1), state)
         assert state.nbytes == 2 * counted.state_bytes(t, torch.float32, history)
+    plain = build_model(small_config(window=window, correction=None))
+    _, cache = plain.stream(random_tokens(length=12), plain.init_cache(2, history))
+    assert cache.nbytes == 2 * account(plain.config).state_bytes(12, torch.float32, history)
     if window is None:
         assert counted.kv_bytes_per_token() * 12 * 2 == state.cache.nbytes
 
