@@ -91,6 +91,28 @@ def test_info_in_detail_and_changed(crt):
     assert model["paper"] is None  # changed, so the paper says nothing of it
 
 
+def test_info_of_several_models_at_one_context_and_dtype(crt):
+    code, out, _ = crt("info", "owt-d1-c2048", "owt-n6-c1088", "--context", "4096", "--dtype", "bfloat16")
+    assert code == 0
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
+    # C², FLOPs ✓, exact = FLOPs + 2 · 4096 · C · layers, parameters ✓, 2 · C · layers · 2 bytes
+    assert rows["owt-d1-c2048"][1:] == ["20", "149M", "✓", "166M", "215M", "✓", "8,192"]
+    assert rows["owt-n6-c1088"][1:] == ["72", "120M", "✓", "174M", "155M", "✓", "26,112"]
+    _, one, _ = crt("info", "owt-d1-c2048", "--context", "4096", "--dtype", "bfloat16")
+    for figure in ("166,199,296", "16,777,216", "8,192", "33,562,624"):
+        assert figure in one
+
+
+def test_an_interrupt_is_no_traceback(crt, monkeypatch):
+    import contextready.info
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(contextready.info, "print_info", interrupted)
+    assert crt("info") == (130, "", "")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

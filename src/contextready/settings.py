@@ -77,7 +77,7 @@ def nearest(name: str, valid: Sequence[str]) -> str:
 
 def _convert(key: str, value: Any, hint: Any) -> Any:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
+        if value is None or (isinstance(value, str) and value.lower() == "none"):
             return None
         (hint,) = (option for option in typing.get_args(hint) if option is not type(None))
     if isinstance(value, str) and hint is not str:

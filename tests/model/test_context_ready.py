@@ -207,7 +207,10 @@ def test_initialisation_is_seeded_and_differs_by_choice():
     assert torch.equal(weights(), weights())
     assert weights().abs().max() > 0
     biased = build_model(small_config(bias=True))
-    assert all(p.abs().max() == 0 for name, p in biased.named_parameters() if name.endswith("bias"))
+    biases = {name: p for name, p in biased.named_parameters() if name.endswith("bias")}
+    assert {"correction.ffn.down.bias", "correction.norm.bias", "backbone.layers.0.attn.qkv.bias"} <= biases.keys()
+    assert all(p.abs().max() == 0 for p in biases.values())
+    assert not any(name.endswith("bias") for name, _ in build_model(small_config()).named_parameters())
     assert 0.015 < biased.backbone.embedding.weight.std() < 0.025
     assert weights(correction_init="zero").abs().max() == 0
 
