@@ -82,6 +82,10 @@ def test_norm_rate_and_the_floor_of_rounding():
     model.float()
     single = empirical_rate(model, tokens, 4)
     assert single[:2] == pytest.approx(measured[:2], rel=1e-3)
+    with torch.no_grad():
+        broken = contractive()
+        broken.correction.ffn.up.weight[0, 0] = float("nan")
+    assert math.isnan(empirical_rate(broken, tokens, 4).rate)
     # Long settled in float32: what still changes is rounding, which has no rate.
     assert empirical_rate(model, tokens, 20)[:2] == (0.0, 0.0)
 

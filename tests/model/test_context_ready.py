@@ -220,6 +220,7 @@ def test_bad_calls_say_what_is_wrong():
     tokens = random_tokens()
     cases = [
         (lambda: model(tokens, 0), "passes=0"),
+        (lambda: model(tokens, 2.5), "passes=2.5"),
         (lambda: model(tokens + 23, 2), "out of range; this model knows the ids 0 to 22"),
         (lambda: model(tokens - 30, 2), "out of range"),
         (lambda: model(tokens[0], 2), r"shape \(9,\)"),
@@ -232,7 +233,13 @@ def test_bad_calls_say_what_is_wrong():
         (lambda: model.stream(tokens, model.init_state(3)), "3 rows and 2 were given"),
         (lambda: model.init_state(0), "at least 1 row"),
         (lambda: model.init_state(1, history=-1), "history"),
-        (lambda: model.backbone.stream(tokens, model.init_state(2)), "another kind of model"),
+        (lambda: model.stream(tokens, None), "not a state"),
+        (lambda: model.stream(tokens, model.backbone.init_cache(2)), "not a state"),
+        (lambda: model.stream(tokens, small_model().to("meta").init_state(2)), "on meta and the tokens are on cpu"),
+        (lambda: model.backbone.stream(tokens, model.init_state(2)), "not a cache of this kind"),
+        (lambda: model.backbone.stream(tokens, None), "not a cache of this kind"),
+        (lambda: ContextReady(small_model(width=24).backbone, model.correction), "made for another backbone"),
+        (lambda: ContextReady(other.backbone, build_correction("tied", model.backbone)), "made for another backbone"),
         (lambda: model.backbone.stream(tokens, model.backbone.init_cache(5)), "5 rows and 2 were given"),
         (lambda: build_correction("ad", model.backbone), "did you mean 'add'"),
         (lambda: build_correction("add", model.backbone, init="ones"), "random, zero"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import gap, random_tokens, small_model, stream_in_chunks
 
-from contextready import ContextReadyError, State
+from contextready import ContextReadyError, State, unroll
 
 WINDOWS = [None, 1, 4]
 
@@ -147,6 +147,57 @@ def test_bad_files_are_refused(tmp_path):
             State.load(tmp_path / name)
     with pytest.raises(ContextReadyError, match="could not be written"):
         state.save(tmp_path / "no such folder" / "state")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda t, m: m.pop("cache"),
+        lambda t, m: m.update(cache="{"),
+        lambda t, m: m.update(cache="[]"),
+        lambda t, m: m.update(cache=m["cache"].replace('"layers": 2', '"layers": 5')),
+        lambda t, m: m.update(cache=m["cache"].replace('"layers": 2', '"layers": 0')),
+        lambda t, m: m.update(cache=m["cache"].replace('"position": 10', '"position": "x"')),
+        lambda t, m: m.pop("history"),
+        lambda t, m: m.update(history="-3"),
+        lambda t, m: t.pop("carried"),
+        lambda t, m: t.update(carried=t["carried"][0]),
+        lambda t, m: t.update(carried=t["carried"][:2].clone()),
+        lambda t, m: t.update({"cache.1.v": t["cache.1.v"][:, :, 1:].clone()}),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path, damage):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    _, _, state = streamed()
+    state.save(tmp_path / "whole")
+    with safe_open(tmp_path / "whole", framework="pt") as file:
+        tensors, meta = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    damage(tensors, meta)
+    save_file(tensors, tmp_path / "damaged", metadata=meta)
+    with pytest.raises(ContextReadyError, match=r"is a damaged state .* save the state again"):
+        State.load(tmp_path / "damaged")
+
+
+def test_an_unusable_device_is_named(tmp_path):
+    _, _, state = streamed()
+    state.save(tmp_path / "state")
+    for device in ("nowhere", "xpu:7"):
+        with pytest.raises(ContextReadyError, match=f"device '{device}' cannot be used here"):
+            State.load(tmp_path / "state", device)
+    assert State.load(tmp_path / "state", "meta").carried_BRC.is_meta
+
+
+def test_a_state_does_not_hold_on_to_the_chunk_it_came_from():
+    model = small_model(window=4)
+    tokens = random_tokens(batch=1, length=500)
+    with torch.inference_mode():
+        _, info = unroll(model, tokens, passes=2, state=model.init_state(1))
+        _, cache = model.backbone.stream(tokens, model.backbone.init_cache(1))
+    held = [t for kv in (*info.state.cache.layers, *cache.layers) for t in kv] + [info.state.carried_BRC]
+    for tensor in held:
+        assert tensor.untyped_storage().nbytes() <= 2 * tensor.nbytes
 
 
 def test_a_failed_save_leaves_the_earlier_file(tmp_path, monkeypatch):

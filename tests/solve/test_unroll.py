@@ -30,9 +30,9 @@ def test_residuals_are_the_change_of_z(kind):
     r = info.relative_residuals
     assert info.rate == pytest.approx(max(r[1] / r[0], r[2] / r[1], r[3] / r[2]))
     assert unroll(model, tokens, passes=3)[1].rate == pytest.approx(r[1] / r[0])
-    made = UnrollInfo(torch.tensor([9.0, 1.0, 2.0, 3.0, 1.5]).view(5, 1, 1), 2.0, None, None, False)
+    made = UnrollInfo(torch.tensor([9.0, 1.0, 2.0, 3.0, 1.5]).view(5, 1, 1), 2.0, None, None, True)
     assert made.rate == 2.0  # the worst of the last three, not of all
-    slower = UnrollInfo(torch.tensor([1.0, 9.0, 9.0, 9.0, 9.0]).view(5, 1, 1), 2.0, None, None, False)
+    slower = UnrollInfo(torch.tensor([1.0, 9.0, 9.0, 9.0, 9.0]).view(5, 1, 1), 2.0, None, None, True)
     assert slower.rate == 1.0
     assert not info.converged
     assert info.state is None
@@ -83,6 +83,29 @@ def test_no_bound_without_contraction_and_still_exact():
     assert info.converged
     assert info.relative_error_bound == 0.0
     assert not unroll(model, tokens, passes=13, cumulative=True)[1].exact
+
+
+def test_converged_says_what_stopped_the_passes_in_low_precision_too():
+    for dtype in (torch.float32, torch.bfloat16):
+        model = contractive_model(dtype=dtype)
+        for exponent in range(1, 30):
+            _, info = unroll(model, random_tokens(length=20), tolerance=0.7**exponent)
+            assert info.converged
+
+
+def test_nothing_is_claimed_of_numbers_that_are_not_finite():
+    model = small_model()
+    with torch.no_grad():
+        model.backbone.layers[0].ffn.up.weight[0, 0] = float("nan")
+    _, info = unroll(model, random_tokens(), tolerance=1e-3)
+    assert (info.exact, info.converged, info.relative_error_bound) == (False, False, None)
+
+
+def test_nothing_is_exact_while_dropout_is_redrawn():
+    model = small_model(dropout=0.3)
+    assert unroll(model, random_tokens(), 10)[1].exact
+    _, info = unroll(model.train(), random_tokens(), 10)
+    assert (info.exact, info.relative_error_bound) == (False, None)
 
 
 def test_passes_limit_a_tolerance():

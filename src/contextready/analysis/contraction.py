@@ -42,6 +42,8 @@ def empirical_rate(model: ContextReady, tokens_BT: Tensor, corrections: int) -> 
     noise = 100 * torch.finfo(before_BT.dtype).eps * newest[2].norm(dim=-1).max()
     moving_BT = before_BT > noise
     ratios_BT = torch.where(moving_BT, after_BT / before_BT, torch.nan)
+    if not bool(noise.isfinite()):
+        return EmpiricalRate(torch.nan, torch.nan, ratios_BT)
     if not bool(moving_BT.any()):
         return EmpiricalRate(0.0, 0.0, ratios_BT)
     return EmpiricalRate(ratios_BT[moving_BT].max().item(), (after_BT.max() / before_BT.max()).item(), ratios_BT)

@@ -19,8 +19,7 @@ class ModelConfig(TransformerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.correction is not None:
-            check_correction(self.correction, self.correction_init)
+        check_correction(self.correction or "add", self.correction_init)
 
 
 def build_model(config: ModelConfig) -> Transformer | ContextReady:

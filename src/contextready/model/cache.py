@@ -1,5 +1,6 @@
 """Keys and values of the tokens a transformer has read: a plain value, never changed in place."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
@@ -40,7 +41,7 @@ class Cache(Protocol):
         """Return everything needed to rebuild the cache: tensors by name, and plain JSON values."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KVCache:
     """Keys and values of the newest positions, oldest first."""
 
@@ -87,9 +88,13 @@ class KVCache:
 
     def advanced(self, layers: list[KV], tokens: int) -> "KVCache":
         """Return the cache after `tokens` more, given each layer's old and new keys and values joined."""
-        start = 0 if self.keep is None else max(0, self.length + tokens - self.keep)
-        kept = tuple((k[:, :, start:], v[:, :, start:]) for k, v in layers)
-        return replace(self, layers=kept, position=self.position + tokens)
+        total = self.length + tokens
+        start = 0 if self.keep is None else max(0, total - self.keep)
+        advanced = replace(
+            self, layers=tuple((k[:, :, start:], v[:, :, start:]) for k, v in layers), position=self.position + tokens
+        )
+        # A slice holds on to the whole it was cut from, so after a chunk longer than the window it is copied out.
+        return advanced.clone() if start > total - start else advanced
 
     def clone(self) -> "KVCache":
         """Return a copy that shares no memory."""
@@ -124,9 +129,15 @@ class KVCache:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> "KVCache":
-        """Rebuild what `to_tensors` returned."""
+        """Rebuild what `to_tensors` returned; anything else is a ValueError."""
         layers = tuple((tensors[f"{i}.k"], tensors[f"{i}.v"]) for i in range(meta["layers"]))
-        return cls(layers, meta["position"], meta["window"], meta["keep"])
+        if {t.shape for kv in layers for t in kv} != {(first := layers[0][0]).shape} or first.dim() != 4:
+            raise ValueError("the keys and values of its layers differ in shape")
+        return cls(layers, int(meta["position"]), meta["window"], meta["keep"])
 
-    def _map(self, change: Any) -> "KVCache":
+    def to(self, device: torch.device) -> "KVCache":
+        """Return the cache on another device."""
+        return self._map(lambda tensor: tensor.to(device))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "KVCache":
         return replace(self, layers=tuple((change(k), change(v)) for k, v in self.layers))

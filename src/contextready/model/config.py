@@ -47,7 +47,7 @@ class TransformerConfig:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ContextReadyError(f"dropout={self.dropout} is not a fraction; give a number from 0 to below 1.")
-        if self.rope_base <= 1.0:
+        if not self.rope_base > 1.0:
             raise ContextReadyError(f"rope_base={self.rope_base} is too small; it must be above 1 (usual: 10000).")
 
     @property

@@ -61,6 +61,8 @@ class ContextReady(nn.Module):
 
     def __init__(self, backbone: Backbone, correction: Correction) -> None:
         super().__init__()
+        if not correction.fits(backbone):
+            raise ContextReadyError("This correction was made for another backbone; make one with build_correction.")
         self.backbone = backbone
         self.correction = correction
 
@@ -121,11 +123,18 @@ class ContextReady(nn.Module):
         return State(self.backbone.init_cache(batch_size, history), nothing_B1C, history)
 
     def check_state(self, state: State, tokens_BT: Tensor) -> None:
-        """Refuse a state of another width or batch size (the backbone checks its own cache)."""
+        """Refuse a state of another kind, width or batch size (the backbone checks its own cache)."""
+        if not isinstance(state, State):
+            raise ContextReadyError("This is not a state of a context-ready model; start one with init_state.")
         B, _, C = state.carried_BRC.shape
         if self.backbone.width != C:
             raise ContextReadyError(
                 f"This state is of another model (width {C}, not {self.backbone.width}); start one with init_state."
+            )
+        if state.carried_BRC.device != tokens_BT.device:
+            raise ContextReadyError(
+                f"This state is on {state.carried_BRC.device} and the tokens are on {tokens_BT.device}; "
+                "save the state and load it there."
             )
         if tokens_BT.shape[0] != B:
             raise ContextReadyError(
@@ -141,6 +150,6 @@ def shift_right(z_BTC: Tensor, before_B1C: Tensor | None = None) -> Tensor:
 
 
 def check_passes(passes: int) -> None:
-    """Refuse fewer than one pass."""
-    if passes < 1:
-        raise ContextReadyError(f"passes={passes} (K) is too small; K counts passes of the blocks, so give at least 1.")
+    """Refuse fewer than one pass, or a fraction of one."""
+    if not isinstance(passes, int) or passes < 1:
+        raise ContextReadyError(f"passes={passes} is no K; K counts passes of the blocks, so give 1, 2, 3, …")

@@ -26,6 +26,11 @@ class Correction(nn.Module):
 
     def __init__(self, backbone: "Backbone", bias: bool = False) -> None:
         super().__init__()
+        self.width = backbone.width
+
+    def fits(self, backbone: "Backbone") -> bool:
+        """Whether this correction was made for such a backbone."""
+        return self.width == backbone.width
 
     def carry(self, x_BTC: Tensor, z_BTC: Tensor) -> Tensor:
         """What a position leaves for the next one, given the block's input x and output z."""
@@ -105,6 +110,10 @@ class Tied(Correction):
         self.norm = nn.LayerNorm(backbone.width, bias=bias)
         # In a tuple, so that the weights are listed and saved once, as the block's.
         self._shared = (backbone.last_ffn,)
+
+    def fits(self, backbone: "Backbone") -> bool:
+        """Only the very backbone whose weights it shares."""
+        return isinstance(backbone, Transformer) and backbone.last_ffn is self._shared[0]
 
     def forward(self, carried_BTC: Tensor, e_BTC: Tensor) -> Tensor:
         """correction_t from z_{t-1} and e_t."""

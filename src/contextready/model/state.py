@@ -15,7 +15,7 @@ from contextready.model.cache import Cache, KVCache
 FORMAT = "contextready-state-1"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class State:
     """KV caches, the vectors carried from the newest positions, and the position. Never changed in place."""
 
@@ -47,7 +47,8 @@ class State:
 
     def advanced(self, carried_BTC: Tensor, cache: Cache) -> "State":
         """Return the state after T more tokens."""
-        carried = torch.cat((self.carried_BRC, carried_BTC), dim=1)[:, -(self.history + 1) :]
+        most = self.history + 1
+        carried = torch.cat((self.carried_BRC, carried_BTC[:, -most:]), dim=1)[:, -most:]
         return replace(self, cache=cache, carried_BRC=carried)
 
     def clone(self) -> "State":
@@ -111,7 +112,11 @@ class State:
         from safetensors import SafetensorError, safe_open
 
         try:
-            with safe_open(path, framework="pt", device=str(device)) as file:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise ContextReadyError(f"The device '{device}' cannot be used here: {error}.") from None
+        try:
+            with safe_open(path, framework="pt") as file:
                 header = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except FileNotFoundError:
@@ -122,6 +127,13 @@ class State:
             raise ContextReadyError(
                 f"{path} is not a saved state ({FORMAT}) but {header.get('format', 'something else')}."
             )
-        kv = {name.removeprefix("cache."): t for name, t in tensors.items() if name.startswith("cache.")}
-        cache = KVCache.from_tensors(kv, json.loads(header["cache"]))
-        return cls(cache, tensors["carried"], int(header["history"]))
+        try:
+            kv = {name.removeprefix("cache."): t for name, t in tensors.items() if name.startswith("cache.")}
+            cache, carried_BRC = KVCache.from_tensors(kv, json.loads(header["cache"])), tensors["carried"]
+            history = int(header["history"])
+            B, R, _ = carried_BRC.shape
+            if cache.batch_size != B or not 1 <= R <= history + 1:
+                raise ValueError("its parts do not fit together")
+        except (KeyError, ValueError, TypeError, IndexError) as error:
+            raise ContextReadyError(f"{path} is a damaged state ({error}); save the state again.") from None
+        return cls(cache.to(torch.device(device)), carried_BRC.to(device), history)

@@ -191,7 +191,9 @@ class Transformer(nn.Module):
 
     def stream(self, tokens_BT: Tensor, cache: KVCache) -> tuple[Tensor, KVCache]:
         """Logits of the next T ≥ 1 tokens after `cache`, and the cache after them."""
-        z_BTC, advanced = self.blocks(self.embed(tokens_BT), cache)
+        e_BTC = self.embed(tokens_BT)
+        self._check_cache(cache, e_BTC)
+        z_BTC, advanced = self.blocks(e_BTC, cache)
         assert advanced is not None
         return self.head(z_BTC), advanced
 
@@ -204,7 +206,7 @@ class Transformer(nn.Module):
 
     def _check_cache(self, cache: KVCache, x_BTC: Tensor) -> None:
         if not isinstance(cache, KVCache):
-            raise ContextReadyError("This state is of another kind of model; start one with this model's init_state.")
+            raise ContextReadyError("This is not a cache of this kind of model; start one with init_cache.")
         c, k_BHSD = self.config, cache.layers[0][0]
         theirs = (len(cache.layers), k_BHSD.shape[1], k_BHSD.shape[3], cache.window)
         if theirs != (c.layers, c.heads, c.head_size, c.window):

@@ -2,16 +2,17 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
+from math import isfinite
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from contextready.errors import ContextReadyError
 from contextready.model.context_ready import ContextReady, check_passes
 from contextready.model.state import State
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class UnrollInfo:
     """How an unroll went. Norms are Euclidean per position; over positions and rows the largest counts."""
 
@@ -23,8 +24,8 @@ class UnrollInfo:
     """The state after the chunk, as the last pass left it, if a state was given."""
     tolerance: float | None
     """What was asked for, if anything."""
-    cumulative: bool
-    """Whether this was the cumulative ablation."""
+    has_fixed_point: bool
+    """Whether the stream is what the passes settle on: not in the cumulative ablation, nor while dropout is redrawn."""
 
     @property
     def passes(self) -> int:
@@ -39,13 +40,16 @@ class UnrollInfo:
     @property
     def converged(self) -> bool:
         """Whether z is exact, or the last residual is within the tolerance that was asked for."""
-        residuals = self.relative_residuals
-        return self.exact or (self.tolerance is not None and len(residuals) > 0 and residuals[-1] <= self.tolerance)
+        return self.exact or (
+            self.tolerance is not None
+            and self.passes > 1
+            and _within(self.residuals_KBT[-1].max().item(), self.tolerance, self.scale)
+        )
 
     @property
     def exact(self) -> bool:
         """Whether z is the fixed point, to rounding: T + 1 passes were made, whatever the contraction."""
-        return self.passes > self.residuals_KBT.shape[2] and not self.cumulative
+        return self.has_fixed_point and isfinite(self.scale) and self.passes > self.residuals_KBT.shape[2]
 
     @property
     def rate(self) -> float | None:
@@ -65,7 +69,7 @@ class UnrollInfo:
         if self.exact:
             return 0.0
         rate = self.rate
-        if rate is None or rate >= 1.0:
+        if rate is None or not rate < 1.0 or not self.has_fixed_point:
             return None
         return a_posteriori_bound(rate, self.relative_residuals[-1])
 
@@ -104,13 +108,13 @@ def unroll(
         z_BTC = result.z_BTC.detach()
         residuals.append((z_BTC - before_BTC).norm(dim=-1))
         if tolerance is not None:
-            within = bool(residuals[-1].max() <= tolerance * _largest(z_BTC))
+            within = _within(residuals[-1].max().item(), tolerance, _largest(z_BTC))
     info = UnrollInfo(
         residuals_KBT=torch.stack(residuals) if residuals else result.z_BTC.new_empty(0, *tokens_BT.shape),
-        scale=_largest(result.z_BTC.detach()).item(),
+        scale=_largest(result.z_BTC.detach()),
         state=None if state is None else state.advanced(result.carried_BTC, result.cache),
         tolerance=tolerance,
-        cumulative=cumulative,
+        has_fixed_point=not cumulative and not _drops_out(model),
     )
     return result.z_BTC, info
 
@@ -127,6 +131,13 @@ def check_rate(rate: float) -> None:
         raise ContextReadyError(f"The bound needs a rate from 0 to below 1, and it is {rate:.3g}.")
 
 
-def _largest(z_BTC: Tensor) -> Tensor:
-    largest: Tensor = z_BTC.norm(dim=-1).max()
-    return largest
+def _within(residual: float, tolerance: float, scale: float) -> bool:
+    return residual <= tolerance * scale
+
+
+def _largest(z_BTC: Tensor) -> float:
+    return float(z_BTC.norm(dim=-1).max())
+
+
+def _drops_out(model: ContextReady) -> bool:
+    return any(isinstance(part, nn.Dropout) and part.training and part.p > 0 for part in model.modules())
