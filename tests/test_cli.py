@@ -103,6 +103,14 @@ def test_info_of_several_models_at_one_context_and_dtype(crt):
         assert figure in one
 
 
+def test_a_reader_that_leaves_is_no_traceback():
+    command = [sys.executable, "-m", "contextready.cli", "info", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
+
+
 def test_an_interrupt_is_no_traceback(crt, monkeypatch):
     import contextready.info
 

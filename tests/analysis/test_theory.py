@@ -86,6 +86,8 @@ def test_norm_rate_and_the_floor_of_rounding():
         broken = contractive()
         broken.correction.ffn.up.weight[0, 0] = float("nan")
     assert math.isnan(empirical_rate(broken, tokens, 4).rate)
+    with pytest.raises(ContextReadyError, match="float32 or float64"):
+        empirical_rate(contractive(dtype=torch.bfloat16), tokens, 4)
     # Long settled in float32: what still changes is rounding, which has no rate.
     assert empirical_rate(model, tokens, 20)[:2] == (0.0, 0.0)
 

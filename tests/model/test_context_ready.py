@@ -185,12 +185,13 @@ def test_gradient_of_the_unroll_is_right():
     """Against finite differences, in float64."""
     model = small_model(width=4, heads=2, layers=1, vocab_size=5)
     tokens = random_tokens(batch=1, length=4, vocab_size=5)
-    weight = model.correction.ffn.up.weight
+    for name in ("correction.ffn.up.weight", "backbone.layers.0.attn.qkv.weight", "backbone.embedding.weight"):
 
-    def loss(value):
-        return torch.func.functional_call(model, {"correction.ffn.up.weight": value}, (tokens, 3)).square().mean()
+        def loss(value, name=name):
+            return torch.func.functional_call(model, {name: value}, (tokens, 2)).square().mean()
 
-    assert torch.autograd.gradcheck(loss, (weight.detach().clone().requires_grad_(),))
+        weight = model.get_parameter(name)
+        assert torch.autograd.gradcheck(loss, (weight.detach().clone().requires_grad_(),))
 
 
 def test_shift_right():
@@ -228,14 +229,21 @@ def test_bad_calls_say_what_is_wrong():
         (lambda: model(tokens.float(), 2), "whole numbers"),
         (lambda: model(tokens.bool(), 2), "whole numbers"),
         (lambda: model.stream(tokens, other.init_state(2)), "state is of another model"),
-        (lambda: model.stream(tokens, small_model(width=24).init_state(2)), "width 24, not 12"),
+        (lambda: model.stream(tokens, small_model(width=24).init_state(2)), "width 24, .* this one: width 12"),
+        (
+            lambda: model.stream(tokens, small_model(dtype=torch.float32).init_state(2)),
+            "float32 .*one: .*float64",
+        ),
+        (lambda: model.stream(tokens[0], model.init_state(1)), r"shape \(9,\)"),
+        (lambda: unroll(model, tokens[0], tolerance=0.1), r"shape \(9,\)"),
+        (lambda: model.backbone.init_cache(2).rollback(1), "0 tokens have been read"),
         (lambda: model.stream(tokens, small_model(window=3).init_state(2)), "state is of another model"),
         (lambda: model.stream(tokens, model.init_state(3)), "3 rows and 2 were given"),
         (lambda: model.init_state(0), "at least 1 row"),
         (lambda: model.init_state(1, history=-1), "history"),
         (lambda: model.stream(tokens, None), "not a state"),
         (lambda: model.stream(tokens, model.backbone.init_cache(2)), "not a state"),
-        (lambda: model.stream(tokens, small_model().to("meta").init_state(2)), "on meta and the tokens are on cpu"),
+        (lambda: model.stream(tokens, small_model().to("meta").init_state(2)), "on meta; this one: .* on cpu"),
         (lambda: model.backbone.stream(tokens, model.init_state(2)), "not a cache of this kind"),
         (lambda: model.backbone.stream(tokens, None), "not a cache of this kind"),
         (lambda: ContextReady(small_model(width=24).backbone, model.correction), "made for another backbone"),

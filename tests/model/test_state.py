@@ -73,7 +73,7 @@ def test_rollback_past_the_history_is_refused():
     assert state.rollback(8).position == 8
     with pytest.raises(ContextReadyError, match=r"Cannot roll back 3 tokens.*keeps 2.*larger history"):
         state.rollback(7)
-    with pytest.raises(ContextReadyError, match="has read 10 tokens"):
+    with pytest.raises(ContextReadyError, match="10 tokens have been read"):
         state.rollback(11)
     # A second rollback cannot use history that the first one spent.
     with pytest.raises(ContextReadyError, match="larger history"):
@@ -158,6 +158,9 @@ def test_bad_files_are_refused(tmp_path):
         lambda t, m: m.update(cache=m["cache"].replace('"layers": 2', '"layers": 5')),
         lambda t, m: m.update(cache=m["cache"].replace('"layers": 2', '"layers": 0')),
         lambda t, m: m.update(cache=m["cache"].replace('"position": 10', '"position": "x"')),
+        lambda t, m: m.update(cache=m["cache"].replace('"position": 10', '"position": 2')),
+        lambda t, m: m.update(cache=m["cache"].replace('"keep": null', '"keep": 2')),
+        lambda t, m: m.update(cache=m["cache"].replace('"keep": null', '"keep": "x"')),
         lambda t, m: m.pop("history"),
         lambda t, m: m.update(history="-3"),
         lambda t, m: t.pop("carried"),

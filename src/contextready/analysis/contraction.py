@@ -37,6 +37,10 @@ def empirical_rate(model: ContextReady, tokens_BT: Tensor, corrections: int) -> 
             f"corrections={corrections} is too small; the rate compares two changes, so give 2 or more."
         )
     newest = correction_trajectory(model, tokens_BT, corrections)[-3:]
+    if torch.finfo(newest[-1].dtype).bits < 32:
+        raise ContextReadyError(
+            f"{newest[-1].dtype} drowns changes in rounding; measure the rate in float32 or float64."
+        )
     before_BT = (newest[1] - newest[0]).norm(dim=-1)
     after_BT = (newest[2] - newest[1]).norm(dim=-1)
     noise = 100 * torch.finfo(before_BT.dtype).eps * newest[2].norm(dim=-1).max()

@@ -19,7 +19,7 @@ class ModelConfig(TransformerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_correction(self.correction or "add", self.correction_init)
+        check_correction("add" if self.correction is None else self.correction, self.correction_init)
 
 
 def build_model(config: ModelConfig) -> Transformer | ContextReady:

@@ -106,6 +106,8 @@ class KVCache:
 
     def rollback(self, position: int) -> "KVCache":
         """Return the cache as it was when `position` tokens had been read."""
+        if not 0 <= position <= self.position:
+            raise ContextReadyError(f"Cannot roll back to position {position}; {self.position} tokens have been read.")
         held = max(0, self.length - (self.position - position))
         needed = position if self.window is None else min(position, self.window - 1)
         if held < needed:
@@ -131,9 +133,15 @@ class KVCache:
     def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> "KVCache":
         """Rebuild what `to_tensors` returned; anything else is a ValueError."""
         layers = tuple((tensors[f"{i}.k"], tensors[f"{i}.v"]) for i in range(meta["layers"]))
-        if {t.shape for kv in layers for t in kv} != {(first := layers[0][0]).shape} or first.dim() != 4:
-            raise ValueError("the keys and values of its layers differ in shape")
-        return cls(layers, int(meta["position"]), meta["window"], meta["keep"])
+        cache = cls(layers, int(meta["position"]), meta["window"], meta["keep"])
+        limits = [limit for limit in (cache.window, cache.keep) if limit is not None]
+        if (
+            len({tensor.shape for kv in layers for tensor in kv}) != 1
+            or not all(isinstance(limit, int) for limit in limits)
+            or not cache.length <= min([cache.position] if cache.keep is None else [cache.position, cache.keep])
+        ):
+            raise ValueError("its keys and values do not fit together")
+        return cache
 
     def to(self, device: torch.device) -> "KVCache":
         """Return the cache on another device."""

@@ -100,8 +100,9 @@ class ContextReady(nn.Module):
 
     def stream(self, tokens_BT: Tensor, state: State) -> tuple[Tensor, State]:
         """Logits of the next T ≥ 1 tokens after `state`, read one by one and so exact, and the state after them."""
-        self.check_state(state, tokens_BT)
-        z_BTC, state = self.read(self.backbone.embed(tokens_BT), state)
+        e_BTC = self.backbone.embed(tokens_BT)
+        self.check_state(state, e_BTC)
+        z_BTC, state = self.read(e_BTC, state)
         return self.backbone.head(z_BTC), state
 
     def read(self, e_BTC: Tensor, state: State) -> tuple[Tensor, State]:
@@ -122,23 +123,21 @@ class ContextReady(nn.Module):
         nothing_B1C = next(self.backbone.parameters()).new_zeros(batch_size, 1, self.backbone.width)
         return State(self.backbone.init_cache(batch_size, history), nothing_B1C, history)
 
-    def check_state(self, state: State, tokens_BT: Tensor) -> None:
-        """Refuse a state of another kind, width or batch size (the backbone checks its own cache)."""
+    def check_state(self, state: State, e_BTC: Tensor) -> None:
+        """Refuse a state that these embeddings cannot follow (the backbone checks its own cache)."""
         if not isinstance(state, State):
             raise ContextReadyError("This is not a state of a context-ready model; start one with init_state.")
         B, _, C = state.carried_BRC.shape
-        if self.backbone.width != C:
+        theirs = (C, state.carried_BRC.dtype, state.carried_BRC.device)
+        ours = (e_BTC.shape[2], e_BTC.dtype, e_BTC.device)
+        if theirs != ours:
             raise ContextReadyError(
-                f"This state is of another model (width {C}, not {self.backbone.width}); start one with init_state."
+                "This state is of another model (width {}, {} on {}; this one: width {}, {} on {}); "
+                "start one with init_state.".format(*theirs, *ours)
             )
-        if state.carried_BRC.device != tokens_BT.device:
+        if e_BTC.shape[0] != B:
             raise ContextReadyError(
-                f"This state is on {state.carried_BRC.device} and the tokens are on {tokens_BT.device}; "
-                "save the state and load it there."
-            )
-        if tokens_BT.shape[0] != B:
-            raise ContextReadyError(
-                f"This state holds {B} rows and {tokens_BT.shape[0]} were given; "
+                f"This state holds {B} rows and {e_BTC.shape[0]} were given; "
                 "select or repeat its rows, or start a new state."
             )
 
@@ -151,5 +150,5 @@ def shift_right(z_BTC: Tensor, before_B1C: Tensor | None = None) -> Tensor:
 
 def check_passes(passes: int) -> None:
     """Refuse fewer than one pass, or a fraction of one."""
-    if not isinstance(passes, int) or passes < 1:
+    if int(passes) != passes or passes < 1:
         raise ContextReadyError(f"passes={passes} is no K; K counts passes of the blocks, so give 1, 2, 3, …")

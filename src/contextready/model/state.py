@@ -74,10 +74,7 @@ class State:
 
     def rollback(self, position: int) -> "State":
         """Return the state as it was when `position` tokens had been read, exactly."""
-        if not 0 <= position <= self.position:
-            raise ContextReadyError(
-                f"Cannot roll back to position {position}; this state has read {self.position} tokens."
-            )
+        cache = self.cache.rollback(position)
         back, kept = self.position - position, self.carried_BRC.shape[1]
         if position == 0:
             carried = torch.zeros_like(self.carried_BRC[:, :1])
@@ -88,7 +85,7 @@ class State:
                 f"Cannot roll back {back} tokens, from position {self.position} to {position}: this state keeps "
                 f"{self.history}; start it with a larger history."
             )
-        return replace(self, cache=self.cache.rollback(position), carried_BRC=carried)
+        return replace(self, cache=cache, carried_BRC=carried)
 
     def save(self, path: str | Path) -> None:
         """Write the state to a safetensors file; an earlier file is replaced only when the new one is whole."""

@@ -52,7 +52,7 @@ def attention_plan(config: TransformerConfig, x_BTC: Tensor, position: int, past
 
 
 def rotate(x_BTRHD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Turn each pair (channel i, channel i + D/2) by its position's angle."""
+    """Turn each pair (channel i, channel i + D/2) by its position's angle, in the dtype of x (narrower in autocast)."""
     cos, sin = cos_TD[:, None, None].to(x_BTRHD.dtype), sin_TD[:, None, None].to(x_BTRHD.dtype)
     first, second = x_BTRHD.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)

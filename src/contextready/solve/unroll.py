@@ -95,18 +95,19 @@ def unroll(
         raise ContextReadyError(f"tolerance={tolerance} is not a distance; give 0 or more, for example 1e-4.")
     if passes is not None:
         check_passes(passes)
+    e_BTC = model.backbone.embed(tokens_BT)
     if state is not None:
-        model.check_state(state, tokens_BT)
+        model.check_state(state, e_BTC)
 
-    most = tokens_BT.shape[1] + 1 if passes is None else passes
-    all_passes = model.passes(model.backbone.embed(tokens_BT), state, cumulative)
+    most = e_BTC.shape[1] + 1 if passes is None else passes
+    all_passes = model.passes(e_BTC, state, cumulative)
     result = next(all_passes)
     residuals: list[Tensor] = []
     within = False
     while len(residuals) + 1 < most and not within:
         before_BTC, result = result.z_BTC.detach(), next(all_passes)
         z_BTC = result.z_BTC.detach()
-        residuals.append((z_BTC - before_BTC).norm(dim=-1))
+        residuals.append(_norms(z_BTC - before_BTC))
         if tolerance is not None:
             within = _within(residuals[-1].max().item(), tolerance, _largest(z_BTC))
     info = UnrollInfo(
@@ -132,11 +133,17 @@ def check_rate(rate: float) -> None:
 
 
 def _within(residual: float, tolerance: float, scale: float) -> bool:
-    return residual <= tolerance * scale
+    return isfinite(scale) and residual <= tolerance * scale
 
 
 def _largest(z_BTC: Tensor) -> float:
-    return float(z_BTC.norm(dim=-1).max())
+    return float(_norms(z_BTC).max())
+
+
+def _norms(z_BTC: Tensor) -> Tensor:
+    # Squares of half-precision numbers overflow, so norms are float32 at least.
+    norms_BT: Tensor = torch.linalg.vector_norm(z_BTC, dim=-1, dtype=torch.promote_types(z_BTC.dtype, torch.float32))
+    return norms_BT
 
 
 def _drops_out(model: ContextReady) -> bool:
