@@ -26,6 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader left (`crt info --json | head`): nothing is wrong, and the interpreter must not try to flush again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        print(f"crt {options.verb}: the output could not be written: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

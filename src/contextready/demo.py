@@ -41,6 +41,8 @@ def run_demo(tokens: int, layers: int, width: int, seed: int) -> DemoResult:
     """Stream T random tokens, unroll over them in T + 1 parallel passes, and compare, in float64."""
     if tokens < 8:
         raise ContextReadyError(f"--tokens {tokens} is too few to see anything; give at least 8.")
+    if tokens > 2048 or width % 8 or not 0 <= seed < 2**63:
+        raise ContextReadyError("Give --tokens up to 2048, --width a multiple of 8, and --seed from 0 to below 2**63.")
     torch.manual_seed(seed)
     config = ModelConfig(VOCABULARY, width, layers, heads=4, correction="add")
     model = build_model(config).double()

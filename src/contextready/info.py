@@ -129,7 +129,9 @@ def _print_one(entry: Entry, dtype: torch.dtype) -> None:
     table.add_row("shape", f"layers {c.layers}, width {c.width}, heads {c.heads}, window {c.window or 'all'}")
     for label, macs in (("blocks", a.macs_blocks), ("correction", a.macs_correction), ("head", a.macs_head)):
         table.add_row(f"  {label}", f"{macs:,}")
-    table.add_row("FLOPs per token, as the paper counts", f"{a.macs:,}  ({millions(a.macs)})")
+    counted, like = entry.paper_macs, entry.paper.flops if entry.paper else None
+    without_head = " (no head)" if counted != a.macs else ""
+    table.add_row(f"FLOPs per token, as the paper counts{without_head}", f"{counted:,}  ({millions(counted, like)})")
     table.add_row("  blocks and correction", f"{a.width_squared_coefficient:g} C²")
     table.add_row(f"  attention at context {T:,}", f"{a.macs_attention(T):,}")
     table.add_row(f"FLOPs per token, exact at context {T:,}", f"{a.macs_exact(T):,}")

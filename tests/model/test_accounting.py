@@ -80,7 +80,7 @@ def test_sequence_flops_are_what_pytorch_counts_but_for_the_masked_half(kind):
     assert counted.macs_sequence(T, passes) + masked == counter.get_total_flops() // 2
 
 
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("history", [0, 1, 5])
 def test_state_bytes_are_what_a_stream_holds(window, history):
     config = small_config(window=window)

@@ -222,6 +222,10 @@ def test_bad_calls_say_what_is_wrong():
     cases = [
         (lambda: model(tokens, 0), "passes=0"),
         (lambda: model(tokens, 2.5), "passes=2.5"),
+        (lambda: model(tokens, 2.0), "passes=2.0"),
+        (lambda: model(tokens, None), "passes=None"),
+        (lambda: model(tokens.to("meta"), 2), "tokens are on meta and the model on cpu"),
+        (lambda: model.backbone.init_cache(2, history=-2), "history -2"),
         (lambda: model(tokens + 23, 2), "out of range; this model knows the ids 0 to 22"),
         (lambda: model(tokens - 30, 2), "out of range"),
         (lambda: model(tokens[0], 2), r"shape \(9,\)"),

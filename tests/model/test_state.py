@@ -159,6 +159,7 @@ def test_bad_files_are_refused(tmp_path):
         lambda t, m: m.update(cache=m["cache"].replace('"layers": 2', '"layers": 0')),
         lambda t, m: m.update(cache=m["cache"].replace('"position": 10', '"position": "x"')),
         lambda t, m: m.update(cache=m["cache"].replace('"position": 10', '"position": 2')),
+        lambda t, m: m.update(cache=m["cache"].replace('"position": 10', '"position": 50')),
         lambda t, m: m.update(cache=m["cache"].replace('"keep": null', '"keep": 2')),
         lambda t, m: m.update(cache=m["cache"].replace('"keep": null', '"keep": "x"')),
         lambda t, m: m.pop("history"),

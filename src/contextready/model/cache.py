@@ -67,6 +67,10 @@ class KVCache:
 
         A windowed token needs the window - 1 positions before it; `history` more are kept to roll back.
         """
+        if batch_size < 1 or history < 0:
+            raise ContextReadyError(
+                f"A state of {batch_size} rows and history {history} was asked for; give at least 1 row and history 0."
+            )
         nothing = like.new_empty(batch_size, heads, 0, head_size)
         keep = None if window is None else window - 1 + history
         return cls(((nothing, nothing),) * layers, position=0, window=window, keep=keep)
@@ -138,7 +142,7 @@ class KVCache:
         if (
             len({tensor.shape for kv in layers for tensor in kv}) != 1
             or not all(isinstance(limit, int) for limit in limits)
-            or not cache.length <= min([cache.position] if cache.keep is None else [cache.position, cache.keep])
+            or cache.length != (cache.position if cache.keep is None else min(cache.position, cache.keep))
         ):
             raise ValueError("its keys and values do not fit together")
         return cache

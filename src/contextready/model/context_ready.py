@@ -116,12 +116,9 @@ class ContextReady(nn.Module):
 
     def init_state(self, batch_size: int, history: int = 1) -> State:
         """The state before the first token. `history` is how many tokens can always be rolled back."""
-        if batch_size < 1 or history < 0:
-            raise ContextReadyError(
-                f"A state of {batch_size} rows and history {history} was asked for; give at least 1 row and history 0."
-            )
+        cache = self.backbone.init_cache(batch_size, history)
         nothing_B1C = next(self.backbone.parameters()).new_zeros(batch_size, 1, self.backbone.width)
-        return State(self.backbone.init_cache(batch_size, history), nothing_B1C, history)
+        return State(cache, nothing_B1C, history)
 
     def check_state(self, state: State, e_BTC: Tensor) -> None:
         """Refuse a state that these embeddings cannot follow (the backbone checks its own cache)."""
@@ -150,5 +147,5 @@ def shift_right(z_BTC: Tensor, before_B1C: Tensor | None = None) -> Tensor:
 
 def check_passes(passes: int) -> None:
     """Refuse fewer than one pass, or a fraction of one."""
-    if int(passes) != passes or passes < 1:
+    if not hasattr(passes, "__index__") or passes < 1:
         raise ContextReadyError(f"passes={passes} is no K; K counts passes of the blocks, so give 1, 2, 3, …")

@@ -23,7 +23,7 @@ class State:
     carried_BRC: Tensor
     """What the newest 1 to history + 1 positions left for their successors, newest last; it begins as z_{-1} = 0."""
     history: int
-    """How many positions the state can always be rolled back."""
+    """How many positions a state that has read on can be rolled back; rolling back uses it up."""
 
     @property
     def position(self) -> int:

@@ -154,6 +154,10 @@ class Transformer(nn.Module):
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """Look up the context-free embedding of every token: e (B, T, C)."""
         check_tokens(tokens_BT)
+        if tokens_BT.device != self.embedding.weight.device:
+            raise ContextReadyError(
+                f"The tokens are on {tokens_BT.device} and the model on {self.embedding.weight.device}; move one."
+            )
         try:
             e_BTC: Tensor = self.embedding(tokens_BT)
         except IndexError:
