@@ -50,7 +50,8 @@ def empirical_rate(model: ContextReady, tokens_BT: Tensor, corrections: int) -> 
         return EmpiricalRate(torch.nan, torch.nan, ratios_BT)
     if not bool(moving_BT.any()):
         return EmpiricalRate(0.0, 0.0, ratios_BT)
-    return EmpiricalRate(ratios_BT[moving_BT].max().item(), (after_BT.max() / before_BT.max()).item(), ratios_BT)
+    norm_rate = after_BT[moving_BT].max() / before_BT.max()
+    return EmpiricalRate(ratios_BT[moving_BT].max().item(), norm_rate.item(), ratios_BT)
 
 
 def correction_trajectory(model: ContextReady, tokens_BT: Tensor, corrections: int) -> list[Tensor]:
@@ -76,7 +77,10 @@ def jacobian_norms(model: ContextReady, c_BTC: Tensor, e_BTC: Tensor, of: str = 
     rows = []
     for row in range(c_BTC.shape[0]):
         c_1TC, e_1TC = c_BTC[row : row + 1].detach(), e_BTC[row : row + 1].detach()
-        jacobians = torch.autograd.functional.jacobian(partial(correction_operator, model), (c_1TC, e_1TC))  # type: ignore[no-untyped-call]
-        jacobian = jacobians[0 if of == "correction" else 1]
+        if of == "correction":
+            along, point = partial(correction_operator, model, e_BTC=e_1TC), c_1TC
+        else:
+            along, point = partial(correction_operator, model, c_1TC), e_1TC
+        jacobian = torch.autograd.functional.jacobian(along, point)  # type: ignore[no-untyped-call]
         rows.append(torch.linalg.matrix_norm(jacobian[0, :, :, 0].permute(0, 2, 1, 3), ord=2))
     return torch.stack(rows)
