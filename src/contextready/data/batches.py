@@ -1,0 +1,81 @@
+"""Batches as a function of their number: no state to lose, so any step can be repeated and any rank knows its part."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from contextready.data.shards import TokenRow
+from contextready.errors import ContextReadyError
+
+ROUNDS = 4
+
+
+class Windows:
+    """The windows of T + 1 tokens that lie one after the other in a row, each token but the first a target once."""
+
+    def __init__(self, row: TokenRow, block_size: int, split: str = "train") -> None:
+        self.row, self.block_size = row, block_size
+        self.count = (len(row) - 1) // block_size
+        if self.count < 1:
+            raise ContextReadyError(
+                f"block_size={block_size} is longer than the {split} data ({len(row):,} tokens); "
+                "give a smaller block_size or more text."
+            )
+
+    def read(self, indices: np.ndarray, offset: int = 0) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (B, T) of these windows, all shifted by `offset` tokens."""
+        T = self.block_size
+        rows = [self.row.read(int(i) * T + offset, T + 1) for i in indices]
+        both_BT = torch.from_numpy(np.stack(rows).astype(np.int64))
+        return both_BT[:, :-1], both_BT[:, 1:]
+
+
+class Batches:
+    """Endless shuffled training windows: every epoch visits each once, in its own order and at its own offset."""
+
+    def __init__(self, row: TokenRow, block_size: int, seed: int) -> None:
+        self.windows, self.seed = Windows(row, block_size), seed
+        # Leaving out the last window makes room for an offset that differs from epoch to epoch.
+        self.per_epoch = max(1, self.windows.count - 1)
+
+    def read(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of the `count` sequences after the first `first` of the whole run."""
+        numbers = np.arange(first, first + count)
+        inputs, targets = [], []
+        for epoch in np.unique(numbers // self.per_epoch):
+            places = numbers[numbers // self.per_epoch == epoch] % self.per_epoch
+            seed = (self.seed, int(epoch))
+            offset = int(np.random.default_rng(seed).integers(self.windows.block_size)) if self.windows.count > 1 else 0
+            x_BT, y_BT = self.windows.read(shuffled(places, self.per_epoch, seed), offset)
+            inputs.append(x_BT)
+            targets.append(y_BT)
+        return torch.cat(inputs), torch.cat(targets)
+
+
+def shuffled(places: np.ndarray, size: int, seed: tuple[int, ...]) -> np.ndarray:
+    """Where these places of 0 … size - 1 go in a seeded permutation, without building the permutation.
+
+    A Feistel network permutes a power of four; whoever lands outside goes round again until inside.
+    """
+    half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half) - 1)
+    keys = np.random.default_rng(seed).integers(1 << 63, size=ROUNDS, dtype=np.uint64)
+    result = places.astype(np.uint64)
+    outside = np.ones(len(result), bool)
+    while outside.any():
+        left, right = result[outside] >> np.uint64(half), result[outside] & mask
+        for key in keys:
+            left, right = right, left ^ (_mixed(right, key) & mask)
+        result[outside] = (left << np.uint64(half)) | right
+        outside = result >= size
+    return result.astype(np.int64)
+
+
+def _mixed(x: np.ndarray, key: np.uint64) -> np.ndarray:
+    """Scramble 64-bit numbers (the finaliser of splitmix64)."""
+    with np.errstate(over="ignore"):
+        x = (x + key) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed: np.ndarray = x ^ (x >> np.uint64(31))
+        return mixed

@@ -1,0 +1,135 @@
+"""Prepared data: memory-mapped token shards with a manifest, read as one long row of ids.
+
+DATA/manifest.json         what was prepared, counts, sizes and SHA-256 of every file
+DATA/tokenizer.json        the tokenizer (absent for token files that came without one)
+DATA/train-00000.bin …     little-endian uint16, or uint32 for vocabularies above 65,536
+DATA/val-00000.bin …
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from contextready.data.tokenizer import FILE, Tokenizer
+from contextready.errors import ContextReadyError
+from contextready.files import check_sums, read_manifest
+
+FORMAT = "contextready-data"
+SPLITS = ("train", "val")
+
+Ids = np.ndarray[Any, np.dtype[Any]]
+
+
+class ShardWriter:
+    """Append documents to the shards of one split, starting a new one when the last is full."""
+
+    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], shard_tokens: int) -> None:
+        self.folder, self.split, self.dtype, self.shard_tokens = folder, split, dtype, shard_tokens
+        self.tokens = self.documents = self.bytes = 0
+        self.names: list[str] = []
+        self._room = 0
+        self._file: Any = None
+
+    def add(self, ids: Sequence[int] | Ids, end_id: int, size: int) -> None:
+        """Write one document of `size` bytes of text, and its end token."""
+        row = np.empty(len(ids) + 1, self.dtype)
+        row[:-1] = ids
+        row[-1] = end_id
+        self.documents += 1
+        self.bytes += size
+        self.tokens += len(row)
+        while len(row):
+            if not self._room:
+                self.close()
+                self.names.append(f"{self.split}-{len(self.names):05d}.bin")
+                self._file, self._room = (self.folder / self.names[-1]).open("wb"), self.shard_tokens
+            part, row = row[: self._room], row[self._room :]
+            self._file.write(part.tobytes())
+            self._room -= len(part)
+
+    def close(self) -> None:
+        """Finish the last shard."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def summary(self) -> dict[str, Any]:
+        """What the manifest says of this split."""
+        return {"tokens": self.tokens, "documents": self.documents, "bytes": self.bytes, "shards": self.names}
+
+
+class TokenRow:
+    """The shards of one split as one row of ids; only what is read is loaded."""
+
+    def __init__(self, shards: Sequence[Ids]) -> None:
+        self._shards = shards
+        self._ends = np.cumsum([len(shard) for shard in shards])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def read(self, start: int, count: int) -> Ids:
+        """`count` ids from `start` on, across shards."""
+        parts = []
+        shard = int(np.searchsorted(self._ends, start, side="right"))
+        while count > 0:
+            begin = start - (int(self._ends[shard - 1]) if shard else 0)
+            part = self._shards[shard][begin : begin + count]
+            parts.append(part)
+            start, count, shard = start + len(part), count - len(part), shard + 1
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+class Data:
+    """A folder of prepared data, checked when it is opened."""
+
+    def __init__(self, folder: Path, verify: bool = True) -> None:
+        """Open it; `verify` compares every file with its checksum, otherwise only sizes are."""
+        if not folder.is_dir():
+            raise ContextReadyError(
+                f"There is no prepared data at {folder}; make it with: crt data prepare {folder} SOURCE …"
+            )
+        self.folder = folder
+        self.manifest = read_manifest(folder, FORMAT, "prepared data (crt data prepare makes it)")
+        if verify:
+            check_sums(folder, self.manifest)
+        self.dtype = np.dtype(self.manifest["dtype"])
+        self.vocab_size: int = self.manifest["vocab_size"]
+        self.end_id: int = self.manifest["end_id"]
+
+    @property
+    def identity(self) -> str:
+        """What tells this data apart: a hash over the checksums of all its files."""
+        return str(self.manifest["identity"])
+
+    @property
+    def tokenizer_sha256(self) -> str | None:
+        """The tokenizer the ids were made with, if it is known."""
+        found: str | None = self.manifest["tokenizer_sha256"]
+        return found
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer the ids were made with; refuses one that has been put in its place."""
+        if self.tokenizer_sha256 is None:
+            return None
+        tokenizer = Tokenizer.load(self.folder / FILE)
+        if tokenizer.sha256 != self.tokenizer_sha256:
+            raise ContextReadyError(
+                f"{self.folder / FILE} is not the tokenizer these shards were made with; put the original back or "
+                "prepare the data again."
+            )
+        return tokenizer
+
+    def row(self, split: str) -> TokenRow:
+        """All tokens of `train` or `val`."""
+        if split not in SPLITS:
+            raise ContextReadyError(f"There is no split '{split}'; choose train or val.")
+        names = self.manifest["splits"][split]["shards"]
+        return TokenRow([np.memmap(self.folder / name, self.dtype, "r") for name in names])
+
+    def bytes_per_token(self, split: str) -> float | None:
+        """Bytes of text a token of this split stands for, on average, if the text is known."""
+        counts = self.manifest["splits"][split]
+        return counts["bytes"] / counts["tokens"] if counts["bytes"] and counts["tokens"] else None

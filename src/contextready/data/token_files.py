@@ -1,0 +1,70 @@
+"""Token files people already have: nanoGPT's .bin and Megatron's .bin with .idx, as documents of ids."""
+
+import struct
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from contextready.errors import ContextReadyError
+
+Ids = np.ndarray[Any, np.dtype[Any]]
+
+MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+WINDOW = 1 << 22
+"""How many ids are looked at in one go."""
+
+
+def read_token_file(path: Path, end_id: int, advance: Callable[[int], None]) -> Iterator[Ids]:
+    """The documents of one .bin file, without their end tokens."""
+    index = path.with_suffix(".idx")
+    documents = _megatron(path, index) if index.is_file() else _nanogpt(path, end_id)
+    for ids, size in documents:
+        advance(size)
+        yield ids[:-1] if len(ids) and ids[-1] == end_id else ids
+
+
+def _nanogpt(path: Path, end_id: int) -> Iterator[tuple[Ids, int]]:
+    """One row of little-endian uint16; documents lie between end tokens."""
+    if path.stat().st_size % 2:
+        raise ContextReadyError(f"{path} has an odd number of bytes, so it is not a row of uint16 ids; copy it again.")
+    ids = _mapped(path, "<u2")
+    start = 0
+    for first in range(0, len(ids), WINDOW):
+        for end in np.flatnonzero(ids[first : first + WINDOW] == end_id) + first:
+            yield ids[start:end], 2 * (int(end) + 1 - start)
+            start = int(end) + 1
+    yield ids[start:], 2 * (len(ids) - start)
+
+
+def _megatron(path: Path, index: Path) -> Iterator[tuple[Ids, int]]:
+    """Sequences of any integer type, with lengths, byte offsets and document boundaries in the index."""
+    header = struct.Struct("<QBQQ")
+    with index.open("rb") as file:
+        head = file.read(len(MEGATRON_MAGIC) + header.size)
+        if not head.startswith(MEGATRON_MAGIC) or len(head) < len(MEGATRON_MAGIC) + header.size:
+            raise ContextReadyError(f"{index} is not a Megatron index (its first bytes are wrong).")
+        version, code, sequences, documents = header.unpack(head[len(MEGATRON_MAGIC) :])
+        if version != 1 or code not in MEGATRON_TYPES:
+            raise ContextReadyError(f"{index} is of a kind not known here (version {version}, type {code}).")
+        lengths = np.fromfile(file, "<i4", sequences)
+        offsets = np.fromfile(file, "<i8", sequences)
+        bounds = np.fromfile(file, "<i8", documents)
+    dtype = np.dtype(MEGATRON_TYPES[code])
+    ids = _mapped(path, dtype.str)
+    if len(bounds) < documents or (sequences and offsets[-1] // dtype.itemsize + lengths[-1] > len(ids)):
+        raise ContextReadyError(f"{path} and {index} do not fit together: one of them is cut short; copy both again.")
+    for first, last in pairwise(bounds):
+        if first == last:
+            continue
+        start, stop = offsets[first] // dtype.itemsize, offsets[last - 1] // dtype.itemsize + lengths[last - 1]
+        yield ids[start:stop], int(stop - start) * dtype.itemsize
+
+
+def _mapped(path: Path, dtype: str) -> Ids:
+    if path.stat().st_size == 0:
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype, "r")
