@@ -6,7 +6,7 @@ Left to right it is a recurrent network, exact in one pass per token (`stream`).
 all positions at once (`passes`). Both call `recur`, the only place where the recurrence is written.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -79,18 +79,26 @@ class ContextReady(nn.Module):
         z_BTC, cache = self.backbone.blocks(x_BTC, cache)
         return Pass(correction_BTC, x_BTC, z_BTC, self.correction.carry(x_BTC, z_BTC), cache)
 
-    def passes(self, e_BTC: Tensor, state: State | None = None, cumulative: bool = False) -> Iterator[Pass]:
+    def passes(
+        self,
+        e_BTC: Tensor,
+        state: State | None = None,
+        cumulative: bool = False,
+        recur: Callable[..., Pass] | None = None,
+    ) -> Iterator[Pass]:
         """Yield pass 1, 2, 3, … of the parallel unroll over a sequence, or over the next chunk after `state`.
 
         Every pass replaces the correction of the one before it. `cumulative` adds to it instead: the ablation
-        whose fixed point streaming does not compute. No pass changes `state`.
+        whose fixed point streaming does not compute. No pass changes `state`. `recur` may stand in for this model's
+        own, wrapped: compiled, or recomputed in the backward.
         """
+        recur = recur or self.recur
         cache, before_B1C = (None, None) if state is None else (state.cache, state.z_prev_B1C)
-        result = self.recur(e_BTC, None, cache)
+        result = recur(e_BTC, None, cache)
         while True:
             yield result
             base_BTC = result.x_BTC if cumulative else e_BTC
-            result = self.recur(base_BTC, shift_right(result.carried_BTC, before_B1C), cache)
+            result = recur(base_BTC, shift_right(result.carried_BTC, before_B1C), cache)
 
     def forward(self, tokens_BT: Tensor, passes: int, cumulative: bool = False) -> Tensor:
         """Logits (B, T, V) after K = `passes` parallel passes; K = 1 is the backbone alone."""

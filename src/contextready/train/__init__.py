@@ -1,0 +1,1 @@
+"""The training loop and what it needs: recipes, schedules, checkpoints, progress."""

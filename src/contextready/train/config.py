@@ -1,0 +1,182 @@
+"""What a training run is: settings of the model and of the training, checked together."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from contextready.errors import ContextReadyError
+from contextready.model.build import ModelConfig
+from contextready.settings import build_settings, nearest
+
+PAPER_PASSES = 5
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How to train. `crt train RECIPE key=value …` sets any of these and any setting of the model."""
+
+    data: str
+    """Folder of prepared data (crt data prepare)."""
+    out: str
+    """Folder of the run; if it holds checkpoints, the run goes on from the newest."""
+    init_from: str | None = None
+    """Run or checkpoint whose weights to start from; a transformer's become the blocks of a context-ready model."""
+    block_size: int = 256
+    """T, tokens in a sequence."""
+    batch_size: int = 64
+    """Sequences in a forward pass."""
+    accumulate: int = 1
+    """Forward passes in a step: gradient accumulation."""
+    steps: int = 100_000
+    """Updates of the weights."""
+    passes: int | None = None
+    """K, block passes of a context-ready model (none: 5)."""
+    k_min: int | None = 2
+    """Draw K from k_min to passes anew each step; none: K is always `passes`."""
+    lr: float = 2e-4
+    """Learning rate."""
+    schedule: str = "constant"
+    """constant, or cosine down to min_lr."""
+    min_lr: float = 0.1
+    """Where cosine ends, as a part of lr."""
+    warmup: int = 1000
+    """Steps over which the learning rate rises from zero."""
+    weight_decay: float = 0.1
+    """Decay of the matrices; vectors (norms, biases) have none."""
+    beta1: float = 0.9
+    """AdamW's first moment."""
+    beta2: float = 0.95
+    """AdamW's second moment."""
+    clip: float = 1.0
+    """Largest norm of the gradient."""
+    precision: str = "auto"
+    """fp32, bf16 (autocast), or auto: bf16 where the hardware multiplies it natively."""
+    compile: bool = False
+    """Compile one pass with torch.compile."""
+    checkpoint_passes: bool = False
+    """Recompute each pass in the backward instead of keeping its activations."""
+    seed: int = 0
+    """Seed of weights, data order, K and dropout."""
+    eval_every: int = 1000
+    """Steps between validations."""
+    eval_tokens: int | None = 262_144
+    """Validation tokens, from the start of the split; none: all."""
+    save_every: int = 1000
+    """Steps between checkpoints."""
+    keep: int = 2
+    """Newest checkpoints to keep, besides the best."""
+    log_every: int = 10
+    """Steps between lines in metrics.jsonl."""
+    tensorboard: bool = False
+    """Write TensorBoard events into the run's folder."""
+    wandb: str | None = None
+    """Project of Weights & Biases to log to."""
+    device: str = "auto"
+    """cpu, cuda, mps, or auto."""
+    verify_data: bool = True
+    """Compare the data with its checksums before training."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "block_size",
+            "batch_size",
+            "accumulate",
+            "steps",
+            "eval_every",
+            "save_every",
+            "keep",
+            "log_every",
+        ):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("passes", "k_min", "eval_tokens"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        _at_least("warmup", self.warmup, 0)
+        _at_least("seed", self.seed, 0)
+        for name in ("lr", "clip"):
+            if not getattr(self, name) > 0.0:
+                raise ContextReadyError(f"{name}={getattr(self, name)} must be above 0.")
+        for name in ("weight_decay", "min_lr", "beta1", "beta2"):
+            if not 0.0 <= getattr(self, name) < (float("inf") if name == "weight_decay" else 1.0 + (name == "min_lr")):
+                raise ContextReadyError(f"{name}={getattr(self, name)} is out of range; usual values are below 1.")
+        _one_of("schedule", self.schedule, ("constant", "cosine"))
+        _one_of("precision", self.precision, ("auto", "fp32", "bf16"))
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences that one update learns from."""
+        return self.batch_size * self.accumulate
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one update learns from."""
+        return self.sequences_per_step * self.block_size
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A model and how to train it."""
+
+    model: ModelConfig
+    train: TrainConfig
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"model": dataclasses.asdict(self.model), "train": dataclasses.asdict(self.train)}
+
+
+MODEL_KEYS = [field.name for field in dataclasses.fields(ModelConfig)]
+TRAIN_KEYS = [field.name for field in dataclasses.fields(TrainConfig)]
+FREE_ON_RESUME = {
+    *("data", "out", "steps", "eval_every", "eval_tokens", "save_every", "keep", "log_every"),
+    *("tensorboard", "wandb", "device", "verify_data", "init_from"),
+}
+
+
+def build_run(settings: Mapping[str, Any]) -> RunConfig:
+    """Make a run from flat settings of model and training together; `vocab_size` must be among them."""
+    for key in settings:
+        if key not in MODEL_KEYS and key not in TRAIN_KEYS:
+            raise ContextReadyError(f"Unknown setting '{key}'; {nearest(key, [*MODEL_KEYS, *TRAIN_KEYS])}")
+    model = build_settings(ModelConfig, {key: value for key, value in settings.items() if key in MODEL_KEYS})
+    train = build_settings(TrainConfig, {key: value for key, value in settings.items() if key in TRAIN_KEYS})
+    return RunConfig(model, _settle_passes(model, train))
+
+
+def _settle_passes(model: ModelConfig, train: TrainConfig) -> TrainConfig:
+    """Fill in K: a transformer makes one pass, a context-ready model the paper's five unless told otherwise."""
+    if model.correction is None:
+        if train.passes not in (None, 1):
+            raise ContextReadyError(
+                f"passes={train.passes} needs a correction; a transformer makes one pass, so leave passes out or set "
+                "correction=add."
+            )
+        return dataclasses.replace(train, passes=1, k_min=None)
+    passes = PAPER_PASSES if train.passes is None else train.passes
+    if train.k_min is not None and train.k_min > passes:
+        raise ContextReadyError(f"k_min={train.k_min} is above passes={passes}; lower k_min, or set k_min=none.")
+    return dataclasses.replace(train, passes=passes)
+
+
+def check_same_run(theirs: Mapping[str, Any], ours: RunConfig, where: str) -> None:
+    """Refuse to go on with a checkpoint of another configuration."""
+    mine = ours.as_dict()
+    for part in ("model", "train"):
+        for key, value in mine[part].items():
+            saved = theirs[part].get(key)
+            if saved != value and not (part == "train" and key in FREE_ON_RESUME):
+                raise ContextReadyError(
+                    f"{where} was trained with {key}={saved}, and {key}={value} is asked for now; "
+                    f"set {key}={saved} to go on with it, or choose another out=."
+                )
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ContextReadyError(f"{name}={value} is too small; it must be at least {least}.")
+
+
+def _one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise ContextReadyError(f"{name}={value} is unknown; {nearest(value, valid)}")

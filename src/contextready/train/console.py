@@ -1,0 +1,65 @@
+"""`crt train`: resolve the recipe, train, say how it ended."""
+
+import json
+import signal
+from collections.abc import Sequence
+
+from contextready.model.accounting import account
+from contextready.train.config import RunConfig
+from contextready.train.display import ConsoleDisplay
+from contextready.train.recipes import load_recipe, recipe_names, resolve
+from contextready.train.trainer import BACKWARD, Result, train
+
+
+def run_train(recipe: str, words: Sequence[str]) -> int:
+    """Train in the foreground; the exit code is 0 at the last step and 128 + signal when one stopped it before."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    result = train(resolve(recipe, words), ConsoleDisplay(console))
+    console.print(ending(result))
+    return 0 if result.stopped_by is None else 128 + result.stopped_by
+
+
+def ending(result: Result) -> str:
+    """One sentence on how a run ended and what to do next."""
+    if result.stopped_by is not None:
+        name = signal.Signals(result.stopped_by).name
+        return f"{name} at step {result.step:,}: saved {result.checkpoint}; the same command goes on from there."
+    return f"Done at step {result.step:,}: {result.checkpoint}. Next: crt eval {result.run}"
+
+
+def print_recipes() -> None:
+    """Every recipe with its shape and length."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for column in ("recipe", "model", "batch × T", "steps", "K"):
+        table.add_column(column, justify="left" if column in ("recipe", "model") else "right", no_wrap=True)
+    for name in recipe_names():
+        s = load_recipe(name)
+        kind = s.get("correction") or ("+ FFN" if s.get("extra_ffn") else "")
+        depth = f"{'D' if s.get('correction') else 'N'}={s['layers']} C={s['width']} {kind}"
+        least = s.get("k_min")
+        drawn = "" if least in (None, "none") else f"{least}–"
+        passes = f"{drawn}{s['passes']}" if "passes" in s else ""
+        table.add_row(name, depth, f"{s['batch_size']}×{s['block_size']}", f"{s['steps']:,}", passes)
+    Console().print(table)
+    print("A model's name alone, such as owt-d5-c1120, means the first experiment that lists it.")
+
+
+def print_plan(config: RunConfig) -> None:
+    """The settings a run would have, and its size, as JSON; nothing is trained."""
+    cost, t = account(config.model), config.train
+    assert t.passes is not None
+    middle = (t.passes + (t.k_min or t.passes)) / 2
+    forward = cost.macs_sequence(t.block_size, 1), cost.macs_sequence(t.block_size, 2)
+    per_step = BACKWARD * t.sequences_per_step * (forward[0] + (middle - 1) * (forward[1] - forward[0]))
+    summary = {
+        "parameters": cost.parameters,
+        "tokens": t.steps * t.tokens_per_step,
+        "macs_per_step": round(per_step),
+        "macs": round(per_step * t.steps),
+    }
+    print(json.dumps(config.as_dict() | {"cost": summary}, indent=1))

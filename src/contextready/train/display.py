@@ -1,0 +1,67 @@
+"""Show a run to a person: a live line in a terminal, a line per validation elsewhere."""
+
+import time
+from math import exp
+from typing import TYPE_CHECKING
+
+from contextready.train.config import RunConfig
+from contextready.train.metrics import Record
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class ConsoleDisplay:
+    """Loss, perplexity, tokens per second, K, residual and the time left."""
+
+    def __init__(self, console: "Console | None" = None) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.console = console or Console(highlight=False)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[line]}"),
+            TimeRemainingColumn(compact=True),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+        self._loss: float | None = None
+        self._residual = ""
+        self._began = (0.0, 0)
+        self._rate = ""
+
+    def start(self, config: RunConfig, step: int, note: str) -> None:
+        """Say what begins, and where."""
+        t = config.train
+        going_on = f", going on from step {step:,}" if step else ""
+        self.console.print(f"{t.out}: {note}; {t.steps:,} steps of {t.tokens_per_step:,} tokens{going_on}.")
+        self._task = self._bar.add_task(t.out.rpartition("/")[2], total=t.steps, completed=step, line="")
+        self._began = (time.perf_counter(), step * t.tokens_per_step)
+        self._bar.start()
+
+    def update(self, record: Record) -> None:
+        """Move the line on; a validation is printed for good."""
+        if "val_loss" in record:
+            trained = "" if self._loss is None else f", training loss {self._loss:.3f}{self._rate}"
+            self.console.print(
+                f"step {record['step']:>6,} {record['tokens'] / 1e6:8.2f}M tokens: validation loss "
+                f"{record['val_loss']:.4f}, perplexity {record['val_perplexity']:.2f}{trained}"
+            )
+            return
+        # Single batches are noisy; a running mean over about twenty is readable.
+        self._loss = record["loss"] if self._loss is None else 0.95 * self._loss + 0.05 * record["loss"]
+        if record["residual"] is not None:
+            self._residual = f", residual {record['residual']:.1e}"
+        since, tokens = self._began
+        self._rate = f", {(record['tokens'] - tokens) / max(1e-9, time.perf_counter() - since):,.0f} tokens/s"
+        perplexity = exp(min(self._loss, 99.0))
+        line = f"loss {self._loss:.3f}, ppl {perplexity:.1f}{self._rate}, K={record['passes']}{self._residual}"
+        self._bar.update(self._task, completed=record["step"], line=line)
+
+    def stop(self) -> None:
+        """Take the line away."""
+        self._bar.stop()

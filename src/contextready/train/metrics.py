@@ -1,0 +1,80 @@
+"""What a run reports as it goes: metrics.jsonl always, TensorBoard and Weights & Biases if asked for."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from contextready.errors import ContextReadyError
+from contextready.extras import require
+from contextready.train.config import RunConfig
+
+FILE = "metrics.jsonl"
+
+Record = dict[str, Any]
+
+
+class Metrics:
+    """The record of a run, from `start` on; what an interrupted process logged beyond it is dropped."""
+
+    def __init__(self, run: Path, config: RunConfig, start: int) -> None:
+        self._path = run / FILE
+        kept = [record for record in read_metrics(run) if record["step"] <= start] if self._path.exists() else []
+        aside = run / f".{FILE}.partial"
+        aside.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        aside.rename(self._path)
+        self._file = self._path.open("a", buffering=1)
+        self._board = self._wandb = None
+        if config.train.tensorboard:
+            require("tensorboard", "tensorboard")
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(run / "tensorboard"), purge_step=start + 1)
+        if config.train.wandb is not None:
+            wandb = require("wandb", "wandb")
+            name = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:16]
+            self._wandb = wandb.init(
+                project=config.train.wandb,
+                id=name,
+                name=run.name,
+                dir=str(run),
+                resume="allow",
+                config=config.as_dict()["model"] | config.as_dict()["train"],
+            )
+
+    def add(self, record: Record) -> None:
+        """Write one record; `step` says when, and every other number is a curve."""
+        self._file.write(json.dumps(record) + "\n")
+        curves = {key: value for key, value in record.items() if key != "step" and isinstance(value, int | float)}
+        if self._board is not None:
+            for key, value in curves.items():
+                self._board.add_scalar(key, value, record["step"])
+        if self._wandb is not None:
+            self._wandb.log(curves, step=record["step"])
+
+    def close(self) -> None:
+        """Force everything out."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def read_metrics(run: Path) -> list[Record]:
+    """All records of a run; a last line that was cut off by a crash is left out."""
+    path = run / FILE
+    if not path.is_file():
+        raise ContextReadyError(f"There is no run at {run}: it has no {FILE}.")
+    lines = path.read_text().splitlines()
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            if number < len(lines):
+                raise ContextReadyError(f"{path}, line {number} is not JSON; the file is damaged.") from None
+    return records

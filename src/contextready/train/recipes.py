@@ -1,0 +1,91 @@
+"""Recipes: YAML files in the package, each a training run by name. Every setting can be changed on the command line.
+
+A file in `recipes/` is one run. A file in `recipes/paper/` trains each of the paper's models it lists, whose shapes
+come from `PAPER_MODELS`; `main-85m/owt-d5-c1120` names one, and `owt-d5-c1120` alone means the first that lists it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from contextready.data.shards import Data
+from contextready.errors import ContextReadyError
+from contextready.reproduce.paper_models import PAPER_MODELS
+from contextready.settings import nearest, parse_assignments
+from contextready.train.checkpoint import open_checkpoint
+from contextready.train.config import RunConfig, build_run
+
+FOLDER = Path(__file__).parent.parent / "recipes"
+FIRST = ("main-85m", "main-340m", "k10-fixed", "k10-pretrain", "finetune", "pretrain", "token-matched", "width")
+"""The order in which experiments claim a model named alone; the others follow by name."""
+
+Settings = dict[str, Any]
+
+
+@cache
+def paper_experiments() -> dict[str, Settings]:
+    """The paper's experiments by name, each with its `models`."""
+    found = {path.stem: _read(path) for path in sorted((FOLDER / "paper").glob("*.yaml"))}
+    return {name: found[name] for name in (*FIRST, *(name for name in found if name not in FIRST))}
+
+
+def recipe_names() -> list[str]:
+    """Every recipe: the small ones, then the paper's as experiment/model."""
+    small = [path.stem for path in sorted(FOLDER.glob("*.yaml"))]
+    return small + [f"{name}/{model}" for name, settings in paper_experiments().items() for model in settings["models"]]
+
+
+def load_recipe(name: str) -> Settings:
+    """The settings of a recipe in the package, or of a YAML file of the user's."""
+    if name.endswith((".yaml", ".yml")):
+        if not Path(name).is_file():
+            raise ContextReadyError(f"There is no recipe file {name}.")
+        return {"out": f"runs/{Path(name).stem}"} | _read(Path(name))
+    if (FOLDER / f"{name}.yaml").is_file():
+        return {"out": f"runs/{name}"} | _read(FOLDER / f"{name}.yaml")
+    experiment, _, model = name.rpartition("/")
+    for found, settings in paper_experiments().items():
+        if experiment in ("", found) and model in settings["models"]:
+            return _paper_recipe(found, model, settings)
+    known = [*recipe_names(), *PAPER_MODELS]
+    raise ContextReadyError(f"There is no recipe '{name}'; {nearest(name, known)} (crt train --list shows all.)")
+
+
+def _paper_recipe(experiment: str, model: str, settings: Settings) -> Settings:
+    shape = asdict(PAPER_MODELS[model].config)
+    rest = {key: value for key, value in settings.items() if key != "models"}
+    if shape["correction"] is None:
+        # A transformer makes one pass; the experiment's K is its context-ready models'.
+        rest = {key: value for key, value in rest.items() if key not in ("passes", "k_min")}
+    if "init_from" in rest:
+        rest["init_from"] = rest["init_from"].format(transformer=model.replace("-d", "-n"))
+    return {"out": f"runs/{experiment}/{model}"} | shape | rest
+
+
+def resolve(recipe: str, words: Sequence[str]) -> RunConfig:
+    """A recipe and the `key=value` words after it as a checked run; what is left out comes from data and origin."""
+    given = parse_assignments(words)
+    settings = load_recipe(recipe) | given
+    converts = settings.get("init_from") not in (None, "none") and settings.get("correction") not in (None, "none")
+    if converts and "correction_init" not in settings:
+        origin = open_checkpoint(Path(settings["init_from"]))
+        if origin.model_config.correction is None:
+            # Converting keeps the function: the correction starts at zero unless something else is asked for.
+            settings["correction_init"] = "zero"
+    if "vocab_size" not in settings and "data" in settings:
+        settings["vocab_size"] = Data(Path(settings["data"]), verify=False).vocab_size
+    return build_run(settings)
+
+
+def _read(path: Path) -> Settings:
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        settings = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ContextReadyError(f"{path} is not YAML: {' '.join(str(error).split())}.") from None
+    if not isinstance(settings, dict):
+        raise ContextReadyError(f"{path} holds no settings; write one key: value a line.")
+    return settings

@@ -1,0 +1,28 @@
+"""Learning rate and unroll depth as functions of the step, so that a resumed run repeats them exactly."""
+
+from math import cos, pi
+
+import numpy as np
+
+from contextready.train.config import TrainConfig
+
+DEPTH_STREAM = 0x4B
+
+
+def learning_rate(train: TrainConfig, step: int) -> float:
+    """The rate of update `step`, counted from 0: linear warm-up, then constant or cosine."""
+    if step < train.warmup:
+        return train.lr * (step + 1) / train.warmup
+    if train.schedule == "constant":
+        return train.lr
+    done = min(1.0, (step - train.warmup) / max(1, train.steps - train.warmup))
+    return train.lr * (train.min_lr + (1.0 - train.min_lr) * 0.5 * (1.0 + cos(pi * done)))
+
+
+def passes_of_step(train: TrainConfig, step: int) -> int:
+    """K of update `step`: fixed, or uniform from k_min to K, drawn from the seed and the step alone."""
+    assert train.passes is not None
+    if train.k_min is None:
+        return train.passes
+    draw = np.random.default_rng((train.seed, step, DEPTH_STREAM))
+    return int(draw.integers(train.k_min, train.passes, endpoint=True))

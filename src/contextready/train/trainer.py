@@ -1,0 +1,295 @@
+"""The training loop: one function that starts, goes on, stops and never loses a step."""
+
+import signal
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from math import exp, isfinite
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from contextready.analysis.perplexity import parallel_scores
+from contextready.data.batches import Batches, Windows
+from contextready.data.shards import Data
+from contextready.errors import ContextReadyError
+from contextready.files import locked, write_json
+from contextready.model.accounting import account
+from contextready.model.build import build_model
+from contextready.model.context_ready import ContextReady
+from contextready.model.transformer import Transformer
+from contextready.train import checkpoint as checkpoints
+from contextready.train.config import RunConfig, check_same_run
+from contextready.train.metrics import Metrics, Record
+from contextready.train.objective import Objective
+from contextready.train.schedule import learning_rate, passes_of_step
+
+BACKWARD = 3
+"""A forward and its backward cost about three forwards."""
+
+
+class Display(Protocol):
+    """What shows a run to a person."""
+
+    def start(self, config: RunConfig, step: int, note: str) -> None:
+        """The run begins at this step."""
+
+    def update(self, record: Record) -> None:
+        """A step was made, or a validation."""
+
+    def stop(self) -> None:
+        """The run ends."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    run: Path
+    checkpoint: Path
+    step: int
+    val_loss: float | None
+    """The newest validation of this process, if there was one."""
+    stopped_by: int | None
+    """The signal that asked it to stop before its last step, if one did."""
+
+
+def train(config: RunConfig, display: Display | None = None) -> Result:
+    """Train until the last step, from the newest checkpoint of the run if there is one."""
+    with locked(Path(config.train.out) / ".lock", f"training in {config.train.out}"), Interrupts() as interrupts:
+        return Trainer(config, display).run(interrupts)
+
+
+class Trainer:
+    """A run in memory: model, optimizer, data, and where it stands."""
+
+    def __init__(self, config: RunConfig, display: Display | None = None) -> None:
+        self.config, self.display = config, display
+        t = config.train
+        self.folder = Path(t.out)
+        self.data = Data(Path(t.data), t.verify_data)
+        self.data.tokenizer()
+        if self.data.vocab_size > config.model.vocab_size:
+            raise ContextReadyError(
+                f"The data {t.data} has {self.data.vocab_size:,} kinds of tokens, more than "
+                f"vocab_size={config.model.vocab_size}; raise it or use the data's own by leaving it out."
+            )
+        self.batches = Batches(self.data.row("train"), t.block_size, t.seed)
+        self.validation = Windows(self.data.row("val"), t.block_size, "validation")
+        self.account = account(config.model)
+        assert t.passes is not None
+        self.macs = {k: self.account.macs_sequence(t.block_size, k) for k in range(1, t.passes + 1)}
+        self.device = find_device(t.device)
+        self.bf16 = t.precision == "bf16" or (t.precision == "auto" and multiplies_bf16(self.device))
+
+        torch.manual_seed(t.seed)
+        self.model = build_model(config.model).to(self.device)
+        self.optimizer = make_optimizer(self.model, config)
+        self.objective = Objective(self.model, t.compile, t.checkpoint_passes)
+        self.progress = self._begin()
+
+    def _begin(self) -> checkpoints.Progress:
+        """Start at the newest checkpoint of this run, or at the weights asked for, or afresh."""
+        checkpoints.clear_leftovers(self.folder)
+        newest, origin = checkpoints.newest_checkpoint(self.folder), self.config.train.init_from
+        if newest is not None:
+            saved = checkpoints.open_checkpoint(newest)
+            check_same_run(saved.config, self.config, str(newest))
+            if saved.progress.data_identity != self.data.identity:
+                raise ContextReadyError(
+                    f"{newest} was trained on other data than {self.data.folder}; give the same, or another out=."
+                )
+            return checkpoints.restore(saved, self.model, self.optimizer)
+        if origin is not None:
+            load_origin(self.model, checkpoints.open_checkpoint(Path(origin)), self.data)
+        write_json(self.folder / "config.json", self.config.as_dict())
+        return checkpoints.Progress(data_identity=self.data.identity, tokenizer_sha256=self.data.tokenizer_sha256)
+
+    def run(self, interrupts: "Interrupts") -> Result:
+        """Make the steps that are left."""
+        t, p = self.config.train, self.progress
+        metrics = Metrics(self.folder, self.config, p.step)
+        val_loss = None
+        if self.display is not None:
+            self.display.start(self.config, p.step, self._describe())
+        try:
+            saved = checkpoints.newest_checkpoint(self.folder)
+            if p.step == 0 and saved is None:
+                val_loss = self._validate(metrics)
+            while p.step < t.steps and interrupts.received is None:
+                record = self._step(saved)
+                if p.step % t.log_every == 0 or p.step == t.steps:
+                    metrics.add(record)
+                if self.display is not None:
+                    self.display.update(record)
+                best = p.best_step
+                if p.step % t.eval_every == 0 or p.step == t.steps:
+                    val_loss = self._validate(metrics)
+                if p.step % t.save_every == 0 or p.step == t.steps or p.best_step != best:
+                    saved = self._save()
+            if saved is None or saved != checkpoints.step_folder(self.folder, p.step):
+                saved = self._save()
+        finally:
+            metrics.close()
+            if self.display is not None:
+                self.display.stop()
+        return Result(self.folder, saved, p.step, val_loss, interrupts.received if p.step < t.steps else None)
+
+    def _step(self, last_checkpoint: Path | None) -> Record:
+        """One update. A loss or gradient that is not finite stops the run before it touches the weights."""
+        t, p = self.config.train, self.progress
+        began = time.perf_counter()
+        passes, rate = passes_of_step(t, p.step), learning_rate(t, p.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        total, residual = 0.0, None
+        measure = (p.step + 1) % t.log_every == 0
+        for part in range(t.accumulate):
+            inputs_BT, targets_BT = self.batches.read(p.sequences + part * t.batch_size, t.batch_size)
+            with self._autocast():
+                loss = self.objective(inputs_BT.to(self.device), targets_BT.to(self.device), passes, measure)
+            (loss.mean / t.accumulate).backward()  # type: ignore[no-untyped-call]
+            total += loss.mean.item() / t.accumulate
+            residual = loss.residual
+        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), t.clip))
+        if not isfinite(total) or not isfinite(norm):
+            self._refuse(total, norm, last_checkpoint)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        p.step += 1
+        p.sequences += t.sequences_per_step
+        p.macs += BACKWARD * t.sequences_per_step * self.macs[passes]
+        p.seconds += time.perf_counter() - began
+        return self._standing() | {
+            "loss": total,
+            "lr": rate,
+            "grad_norm": norm,
+            "passes": passes,
+            "residual": residual,
+        }
+
+    def _validate(self, metrics: Metrics) -> float:
+        """Validation loss at K passes in full precision; remembers the best."""
+        t, p = self.config.train, self.progress
+        assert t.passes is not None
+        windows = None if t.eval_tokens is None else max(1, t.eval_tokens // t.block_size)
+        self.model.eval()
+        score = parallel_scores(self.model, self.validation, [t.passes], windows)[t.passes]
+        self.model.train()
+        if isfinite(score.loss) and p.step > 0 and (p.best_loss is None or score.loss < p.best_loss):
+            p.best_step, p.best_loss = p.step, score.loss
+        record = self._standing() | {
+            "val_loss": score.loss,
+            "val_loss_error": score.loss_error,
+            "val_perplexity": exp(min(score.loss, 700.0)),
+        }
+        metrics.add(record)
+        if self.display is not None:
+            self.display.update(record)
+        return score.loss
+
+    def _save(self) -> Path:
+        return checkpoints.save_checkpoint(
+            self.folder,
+            self.config.as_dict(),
+            self.progress,
+            self.model,
+            self.optimizer,
+            self.data.folder,
+            self.config.train.keep,
+        )
+
+    def _refuse(self, loss: float, norm: float, last_checkpoint: Path | None) -> None:
+        what = f"loss is {loss}" if not isfinite(loss) else f"gradient's norm is {norm}"
+        good = "no checkpoint was written yet" if last_checkpoint is None else f"the last good one is {last_checkpoint}"
+        raise ContextReadyError(
+            f"The {what} at step {self.progress.step}: training stopped before the update and {good}; "
+            "try a lower lr, more warmup or precision=fp32."
+        )
+
+    def _standing(self) -> Record:
+        p = self.progress
+        tokens = p.sequences * self.config.train.block_size
+        return {"step": p.step, "tokens": tokens, "seconds": round(p.seconds, 3), "macs": p.macs}
+
+    def _autocast(self) -> Any:
+        return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext()
+
+    def _describe(self) -> str:
+        kind = "transformer" if self.config.model.correction is None else "context-ready"
+        return f"{self.account.parameters:,} parameters, {kind}, {self.device}, {'bf16' if self.bf16 else 'fp32'}"
+
+
+class Interrupts:
+    """Turn the first SIGTERM or Ctrl-C into a wish to stop after the step; the second acts at once."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interrupts":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+
+def load_origin(model: Transformer | ContextReady, origin: checkpoints.Checkpoint, data: Data) -> None:
+    """Start from the weights of a checkpoint: the whole model, or its blocks where the origin is a transformer."""
+    if origin.progress.tokenizer_sha256 != data.tokenizer_sha256:
+        raise ContextReadyError(
+            f"{origin.folder} was trained with another tokenizer than the data {data.folder}; prepare the data with "
+            f"crt data prepare --tokenizer {origin.folder}."
+        )
+    converts = isinstance(model, ContextReady) and origin.model_config.correction is None
+    target = model.backbone if converts and isinstance(model, ContextReady) else model
+    assert isinstance(target, nn.Module)
+    checkpoints.load_weights(target, origin.tensors("model"), origin.folder)
+
+
+def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
+    """AdamW, fused; matrices decay, vectors do not."""
+    t = config.train
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": t.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    fused = next(model.parameters()).device.type in ("cpu", "cuda", "mps")
+    return torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), fused=fused)
+
+
+def find_device(name: str) -> torch.device:
+    """The device of this name, or with `auto` the best there is."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise ContextReadyError(f"device={name} is not to be had here; give cpu, cuda, mps or auto.") from None
+    return device
+
+
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether bf16 products are native here; emulated ones are many times slower than fp32."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type == "cpu":
+        checks = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
+        return any(check() for check in checks if check is not None)
+    return False
