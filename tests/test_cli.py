@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from contextready.cli import main
-from contextready.demo import run_demo
+from contextready.exact import run_exact
 
 
 @pytest.fixture
@@ -134,9 +134,9 @@ def test_an_interrupt_is_no_traceback(crt, monkeypatch):
         (["info", "owt-d5-c1120", "correction=plus"], "Unknown correction 'plus'"),
         (["info", "owt-d5-c1120", "heads=3"], "not divisible by heads=3"),
         (["info", "owt-d5-c1120", "--context", "0"], "--context 0"),
-        (["demo", "--tokens", "2"], "--tokens 2"),
-        (["demo", "--width", "12"], "--width a multiple of 8"),
-        (["demo", "--seed", "99999999999999999999999"], "--seed from 0"),
+        (["exact", "--tokens", "2"], "--tokens 2"),
+        (["exact", "--width", "12"], "--width a multiple of 8"),
+        (["exact", "--seed", "99999999999999999999999"], "--seed from 0"),
     ],
 )
 def test_bad_input_is_one_sentence_and_code_2(crt, words, message):
@@ -155,7 +155,7 @@ def test_bad_options_exit_with_2(crt, words):
     assert stop.value.code == 2
 
 
-@pytest.mark.parametrize("verb", ["info", "demo"])
+@pytest.mark.parametrize("verb", ["info", "exact", "demo", "data", "train", "eval", "plot"])
 def test_help_explains_every_option(crt, verb, capsys):
     with pytest.raises(SystemExit) as stop:
         main([verb, "--help"])
@@ -179,16 +179,16 @@ def test_help_lists_every_setting(capsys):
     assert "itself included; none: all" in " ".join(out.split())
 
 
-def test_demo_shows_what_it_measured(crt):
-    code, out, _ = crt("demo", "--tokens", "16", "--width", "16")
+def test_exact_shows_what_it_measured(crt):
+    code, out, _ = crt("exact", "--tokens", "16", "--width", "16")
     assert code == 0
     assert "16 of 16" in out
     assert "one function" in out
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_demo_measures_what_it_claims(layers):
-    result = run_demo(tokens=24, layers=layers, width=32, seed=1)
+def test_exact_measures_what_it_claims(layers):
+    result = run_exact(tokens=24, layers=layers, width=32, seed=1)
     assert result.errors[-1] < 1e-12 < 1e-3 < result.errors[4]
     assert result.exact == [min(24, k - 1) for k in range(1, 26)]
     assert result.residuals[-1] < 1e-3 * result.residuals[0]

@@ -31,16 +31,16 @@ def test_readme_commands_run(command, capsys):
 
 
 def test_readme_shows_every_verb_and_every_file():
-    assert {command.split()[1] for command in COMMANDS} == {"info", "demo"}
+    assert {command.split()[1] for command in COMMANDS} == {"demo", "data", "train", "eval", "plot", "info", "exact"}
     for path in (ROOT / "src").rglob("*.py"):
         if path.name != "__init__.py":
             assert path.name in README, path
 
 
-def test_the_table_in_the_readme_is_what_the_demo_measures():
-    from contextready.demo import run_demo
+def test_the_table_in_the_readme_is_what_crt_exact_measures():
+    from contextready.exact import run_exact
 
-    result = run_demo(tokens=48, layers=1, width=64, seed=0)
+    result = run_exact(tokens=48, layers=1, width=64, seed=0)
     rows = re.findall(r"^\| (\d+) \| ([\d.e-]*) ?\| ([\d.e-]+) \| (\d+) of 48 \|$", README, flags=re.MULTILINE)
     assert len(rows) == 7
     for passes, change, error, exact in rows:

@@ -4,18 +4,22 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias
 
 from contextready import __version__
 from contextready.errors import ContextReadyError
 from contextready.model.build import ModelConfig
 from contextready.settings import describe_settings
 
+Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; bad input prints one sentence and returns 2."""
     options = build_parser().parse_args(arguments)
     try:
-        options.run(options)
+        code = options.run(options)
         sys.stdout.flush()
     except ContextReadyError as error:
         print(f"crt {options.verb}: {error}", file=sys.stderr)
@@ -27,30 +31,151 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        print(f"crt {options.verb}: the output could not be written: {error}", file=sys.stderr)
+        print(f"crt {options.verb}: a file could not be read or written: {error}", file=sys.stderr)
         return 2
-    return 0
+    return code or 0
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Describe every verb and option."""
     parser = argparse.ArgumentParser(
-        prog="crt", description="Context-ready language models: see, measure and check them."
+        prog="crt", description="Context-ready language models: train, measure, see and check them."
     )
     parser.add_argument("--version", action="version", version=f"contextready {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for add in (_add_demo, _add_data, _add_train, _add_eval, _add_plot, _add_info, _add_exact):
+        add(verbs)
+    return parser
 
-    info = verbs.add_parser(
+
+def _verb(verbs: Verbs, name: str, help: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
+    return verbs.add_parser(
+        name,
+        help=help,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _add_data(verbs: Verbs) -> None:
+    data = _verb(verbs, "data", "prepare token shards from text", "Turn text into token shards, and look at them.")
+    kinds = data.add_subparsers(dest="what", required=True, metavar="prepare|show")
+    prepare = _verb(
+        kinds,
+        "prepare",
+        "text in, token shards out",
+        "Tokenise documents into memory-mapped shards with a manifest. The folder appears when all is done.",
+        "examples:\n"
+        "  crt data prepare data/mini default --vocab-size 4096\n"
+        "  crt data prepare data/mine texts/ 'more/*.jsonl.zst' --vocab-size 16000\n"
+        "  crt data prepare data/owt32k openwebtext --vocab-size 32000\n"
+        "  crt data prepare data/nano train.bin --val val.bin --end-id 50256 --vocab-size 50257",
+    )
+    prepare.add_argument("out", type=Path, help="folder to make")
+    prepare.add_argument(
+        "sources",
+        nargs="+",
+        help="files (.txt .jsonl .jsonl.gz .jsonl.zst .parquet, or token files .bin), folders, globs, or one corpus: "
+        "default, sotu, stdlib, openwebtext, wikipedia",
+    )
+    prepare.add_argument("--val", nargs="+", default=[], metavar="SOURCE", help="validation documents of their own")
+    prepare.add_argument(
+        "--val-fraction", type=float, default=0.005, help="else: part of the documents, by hash (default: 0.005)"
+    )
+    prepare.add_argument("--vocab-size", type=int, help="train a byte-level BPE of this size")
+    prepare.add_argument("--tokenizer", help="use this tokenizer.json, or the one in this folder")
+    prepare.add_argument("--end-token", help="the token that ends documents, if the tokenizer does not say")
+    prepare.add_argument("--end-id", type=int, help="its id, for token files without a tokenizer")
+    prepare.add_argument("--field", default="text", help="where the text is in .jsonl and .parquet (default: text)")
+    prepare.add_argument("--shard-tokens", type=int, default=100_000_000, help="tokens a shard (default: 100000000)")
+    prepare.add_argument(
+        "--tokenizer-bytes", type=int, default=1_000_000_000, help="text to train the BPE on, at most (default: 1 GB)"
+    )
+    prepare.set_defaults(run=_prepare)
+    show = _verb(kinds, "show", "decode samples", "Print stretches of prepared data as text.")
+    show.add_argument("data", type=Path, help="folder of prepared data")
+    show.add_argument("--split", choices=["train", "val"], default="train", help="which part (default: train)")
+    show.add_argument("--count", type=int, default=3, help="how many stretches (default: 3)")
+    show.add_argument("--tokens", type=int, default=64, help="tokens in each (default: 64)")
+    show.add_argument("--seed", type=int, default=0, help="which ones (default: 0)")
+    show.set_defaults(run=_show)
+
+
+def _add_train(verbs: Verbs) -> None:
+    from contextready.train.config import TrainConfig
+
+    train = _verb(
+        verbs,
+        "train",
+        "train a model, or go on training it",
+        "Train a context-ready model or a transformer by a recipe. The same command goes on after any interruption.",
+        f"settings of the training:\n{describe_settings(TrainConfig)}\n\n"
+        f"settings of the model:\n{describe_settings(ModelConfig)}\n\n"
+        "examples:\n"
+        "  crt train mini-d1\n"
+        "  crt train mini-d1 data=data/mine out=runs/mine correction_init=zero steps=4000\n"
+        "  crt train owt-d5-c1120 precision=bf16 compile=true",
+    )
+    train.add_argument("recipe", nargs="?", help="name of a recipe, or a YAML file")
+    train.add_argument("settings", nargs="*", metavar="key=value", help="settings that change it")
+    train.add_argument("--list", action="store_true", help="list the recipes")
+    train.add_argument("--dry-run", action="store_true", help="print the settings and the cost, and train nothing")
+    train.set_defaults(run=_train)
+
+
+def _add_eval(verbs: Verbs) -> None:
+    evaluate = _verb(
+        verbs,
+        "eval",
+        "perplexity by K and sequentially",
+        "Score runs or checkpoints on their validation data: perplexity and bits per byte after K parallel passes and\n"
+        "streaming, the contribution of the correction, and the empirical contraction rate, with standard errors.",
+        "examples:\n"
+        "  crt eval runs/mini-d1 runs/mini-n1-ffn\n"
+        "  crt eval runs/mini-d1 --passes 1,5 --tokens 65536 --json",
+    )
+    evaluate.add_argument("runs", nargs="+", type=Path, help="folders of runs or checkpoints")
+    evaluate.add_argument("--data", type=Path, help="prepared data (default: what the model was trained on)")
+    evaluate.add_argument("--best", action="store_true", help="of each run the best checkpoint, not the newest")
+    evaluate.add_argument("--passes", default="1,2,3,5,10", help="values of K (default: 1,2,3,5,10)")
+    evaluate.add_argument("--block-size", type=int, help="tokens in a window (default: as trained)")
+    evaluate.add_argument("--tokens", type=int, help="only the first of this many tokens (default: all)")
+    evaluate.add_argument("--no-sequential", action="store_true", help="leave streaming out")
+    evaluate.add_argument("--device", default="auto", help="cpu, cuda, mps or auto (default: auto)")
+    evaluate.add_argument("--json", action="store_true", help="print one JSON line instead of a table")
+    evaluate.set_defaults(run=_eval)
+
+
+def _add_plot(verbs: Verbs) -> None:
+    plot = _verb(
+        verbs,
+        "plot",
+        "draw learning curves and where they cross",
+        "Draw the validation curves of runs into one picture and print where they cross.",
+        "example:\n  crt plot runs/mini-d1 runs/mini-n1-ffn --out curves.svg",
+    )
+    plot.add_argument("runs", nargs="+", type=Path, help="folders of runs")
+    plot.add_argument("--out", type=Path, default=Path("curves.png"), help=".png, .svg or .pdf (default: curves.png)")
+    plot.add_argument(
+        "--x", choices=["tokens", "steps", "macs", "seconds"], default="tokens", help="what to draw against"
+    )
+    plot.add_argument("--title", help="a line above the picture")
+    plot.set_defaults(run=_plot)
+
+
+def _add_info(verbs: Verbs) -> None:
+    info = _verb(
+        verbs,
         "info",
-        help="what a model costs: FLOPs, parameters, cache",
-        description="Print FLOPs per token, parameters and cache bytes of models, without allocating weights.\n"
+        "what a model costs: FLOPs, parameters, cache",
+        "Print FLOPs per token, parameters and cache bytes of models, without allocating weights.\n"
         "With no argument: every model of the paper, beside the paper's figures.",
-        epilog=f"settings:\n{describe_settings(ModelConfig)}\n\n"
+        f"settings:\n{describe_settings(ModelConfig)}\n\n"
         "examples:\n"
         "  crt info owt-d5-c1120\n"
         "  crt info owt-d5-c1120 owt-n12-c768 --dtype bfloat16\n"
         "  crt info vocab_size=4096 width=128 layers=1 heads=4 correction=add",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     info.add_argument("what", nargs="*", help="names of the paper's models, or settings key=value, or both")
     info.add_argument("--context", type=int, help="tokens in the context (default: the model's block size, or 1024)")
@@ -60,18 +185,97 @@ def build_parser() -> argparse.ArgumentParser:
     info.add_argument("--json", action="store_true", help="print one JSON line instead of a table")
     info.set_defaults(run=_info)
 
-    demo = verbs.add_parser(
+
+def _add_demo(verbs: Verbs) -> None:
+    demo = _verb(
+        verbs,
         "demo",
-        help="see the method work on a small random model",
-        description="Stream tokens one by one through a small randomly initialised model, solve for all of them at "
+        "train a small model and its transformer, and compare",
+        "Train one context-ready layer and the transformer of the same cost on text that comes with the installation,\n"
+        "evaluate both, draw their curves and stream a sample: a few minutes on two cores.",
+    )
+    demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the runs (default: runs/demo)")
+    demo.add_argument("--steps", type=int, help="updates of each model (default: the recipe's)")
+    demo.set_defaults(run=_demo)
+
+
+def _add_exact(verbs: Verbs) -> None:
+    exact = _verb(
+        verbs,
+        "exact",
+        "see streaming and parallel passes agree on a random model",
+        "Stream tokens one by one through a small randomly initialised model, solve for all of them at "
         "once in parallel passes, and show that both are one function.",
     )
-    demo.add_argument("--tokens", type=int, default=48, help="length of the sequence (default: 48)")
-    demo.add_argument("--layers", type=int, default=1, help="D, the number of blocks (default: 1)")
-    demo.add_argument("--width", type=int, default=64, help="C, a multiple of 8 (default: 64)")
-    demo.add_argument("--seed", type=int, default=0, help="seed of the weights and tokens (default: 0)")
-    demo.set_defaults(run=_demo)
-    return parser
+    exact.add_argument("--tokens", type=int, default=48, help="length of the sequence (default: 48)")
+    exact.add_argument("--layers", type=int, default=1, help="D, the number of blocks (default: 1)")
+    exact.add_argument("--width", type=int, default=64, help="C, a multiple of 8 (default: 64)")
+    exact.add_argument("--seed", type=int, default=0, help="seed of the weights and tokens (default: 0)")
+    exact.set_defaults(run=_exact)
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    from contextready.data.console import run_prepare
+    from contextready.data.prepare import Preparation
+
+    run_prepare(
+        options.out,
+        Preparation(
+            sources=options.sources,
+            val_sources=options.val,
+            val_fraction=options.val_fraction,
+            vocab_size=options.vocab_size,
+            tokenizer=options.tokenizer,
+            end_token=options.end_token,
+            end_id=options.end_id,
+            field=options.field,
+            shard_tokens=options.shard_tokens,
+            tokenizer_bytes=options.tokenizer_bytes,
+        ),
+    )
+
+
+def _show(options: argparse.Namespace) -> None:
+    from contextready.data.console import show
+
+    show(options.data, options.split, options.count, options.tokens, options.seed)
+
+
+def _train(options: argparse.Namespace) -> int:
+    from contextready.train.console import print_plan, print_recipes, run_train
+    from contextready.train.recipes import resolve
+
+    if options.list:
+        print_recipes()
+        return 0
+    if options.recipe is None:
+        raise ContextReadyError("Name a recipe, for example mini-d1; crt train --list shows all.")
+    if options.dry_run:
+        print_plan(resolve(options.recipe, options.settings))
+        return 0
+    return run_train(options.recipe, options.settings)
+
+
+def _eval(options: argparse.Namespace) -> None:
+    from contextready.analysis.console import run_eval
+
+    run_eval(
+        options.runs,
+        data_folder=options.data,
+        best=options.best,
+        passes=options.passes,
+        block_size=options.block_size,
+        tokens=options.tokens,
+        sequential=not options.no_sequential,
+        device=options.device,
+        as_json=options.json,
+    )
+
+
+def _plot(options: argparse.Namespace) -> None:
+    from contextready.analysis.console import run_plot
+
+    run_plot(options.runs, options.out, options.x, options.title)
 
 
 def _info(options: argparse.Namespace) -> None:
@@ -80,10 +284,16 @@ def _info(options: argparse.Namespace) -> None:
     print_info(options.what, options.context, options.dtype, options.json)
 
 
-def _demo(options: argparse.Namespace) -> None:
-    from contextready.demo import print_demo
+def _demo(options: argparse.Namespace) -> int:
+    from contextready.demo import run_demo
 
-    print_demo(options.tokens, options.layers, options.width, options.seed)
+    return run_demo(options.out, options.steps)
+
+
+def _exact(options: argparse.Namespace) -> None:
+    from contextready.exact import print_exact
+
+    print_exact(options.tokens, options.layers, options.width, options.seed)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`crt demo`: the method on a small random model, in a few seconds."""
+"""`crt exact`: the method on a small random model, in a few seconds."""
 
 from dataclasses import dataclass
 from itertools import islice
@@ -18,8 +18,8 @@ SHOWN = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 
 
 @dataclass(frozen=True)
-class DemoResult:
-    """What the demo measured; errors are the largest over positions, relative to the largest ‖z‖."""
+class ExactResult:
+    """What was measured; errors are the largest over positions, relative to the largest ‖z‖."""
 
     tokens: int
     residuals: list[float]
@@ -37,7 +37,7 @@ class DemoResult:
 
 
 @torch.no_grad()
-def run_demo(tokens: int, layers: int, width: int, seed: int) -> DemoResult:
+def run_exact(tokens: int, layers: int, width: int, seed: int) -> ExactResult:
     """Stream T random tokens, unroll over them in T + 1 parallel passes, and compare, in float64."""
     if tokens < 8:
         raise ContextReadyError(f"--tokens {tokens} is too few to see anything; give at least 8.")
@@ -62,7 +62,7 @@ def run_demo(tokens: int, layers: int, width: int, seed: int) -> DemoResult:
     _, info = unroll(model, tokens_1T, tokens + 1)
     cumulative_1TC, _ = unroll(model, tokens_1T, tokens + 1, cumulative=True)
     contraction = empirical_rate(model, tokens_1T, corrections=5)
-    return DemoResult(
+    return ExactResult(
         tokens=tokens,
         residuals=info.relative_residuals,
         errors=errors,
@@ -73,13 +73,13 @@ def run_demo(tokens: int, layers: int, width: int, seed: int) -> DemoResult:
     )
 
 
-def print_demo(tokens: int, layers: int, width: int, seed: int) -> None:
-    """Run the demo and show it."""
+def print_exact(tokens: int, layers: int, width: int, seed: int) -> None:
+    """Measure and show it."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    measured, T = run_demo(tokens, layers, width, seed), tokens
+    measured, T = run_exact(tokens, layers, width, seed), tokens
     console = Console(highlight=False)
     console.print(
         f"A random context-ready model (D={layers}, C={width}, correction add, float64) reads {T} random tokens. "
