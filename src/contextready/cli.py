@@ -65,7 +65,7 @@ def _add_data(verbs: Verbs) -> None:
         kinds,
         "prepare",
         "text in, token shards out",
-        "Tokenise documents into memory-mapped shards with a manifest. The folder appears when all is done.",
+        "Tokenise documents into memory-mapped shards with a manifest. The folder appears when\nall is done.",
         "examples:\n"
         "  crt data prepare data/mini default --vocab-size 4096\n"
         "  crt data prepare data/mine texts/ 'more/*.jsonl.zst' --vocab-size 16000\n"
@@ -90,7 +90,7 @@ def _add_data(verbs: Verbs) -> None:
     prepare.add_argument("--field", default="text", help="where the text is in .jsonl and .parquet (default: text)")
     prepare.add_argument("--shard-tokens", type=int, default=100_000_000, help="tokens a shard (default: 100000000)")
     prepare.add_argument(
-        "--tokenizer-bytes", type=int, default=1_000_000_000, help="text to train the BPE on, at most (default: 1 GB)"
+        "--tokenizer-bytes", type=int, default=1_000_000_000, help="text to train the BPE on, about (default: 1 GB)"
     )
     prepare.set_defaults(run=_prepare)
     show = _verb(kinds, "show", "decode samples", "Print stretches of prepared data as text.")
@@ -109,7 +109,7 @@ def _add_train(verbs: Verbs) -> None:
         verbs,
         "train",
         "train a model, or go on training it",
-        "Train a context-ready model or a transformer by a recipe. The same command goes on after any interruption.",
+        "Train a context-ready model or a transformer by a recipe. The same command goes on after\nany interruption.",
         f"settings of the training:\n{describe_settings(TrainConfig)}\n\n"
         f"settings of the model:\n{describe_settings(ModelConfig)}\n\n"
         "examples:\n"
@@ -129,8 +129,9 @@ def _add_eval(verbs: Verbs) -> None:
         verbs,
         "eval",
         "perplexity by K and sequentially",
-        "Score runs or checkpoints on their validation data: perplexity and bits per byte after K parallel passes and\n"
-        "streaming, the contribution of the correction, and the empirical contraction rate, with standard errors.",
+        "Score runs or checkpoints on their validation data: perplexity and bits per byte after K\n"
+        "parallel passes and streaming, what the correction contributes, and the empirical\n"
+        "contraction rate, with standard errors.",
         "examples:\n"
         "  crt eval runs/mini-d1 runs/mini-n1-ffn\n"
         "  crt eval runs/mini-d1 --passes 1,5 --tokens 65536 --json",
@@ -191,8 +192,9 @@ def _add_demo(verbs: Verbs) -> None:
         verbs,
         "demo",
         "train a small model and its transformer, and compare",
-        "Train one context-ready layer and the transformer of the same cost on text that comes with the installation,\n"
-        "evaluate both, draw their curves and stream a sample: a few minutes on two cores.",
+        "Train one context-ready layer and the transformer of the same cost on text that comes\n"
+        "with the installation, evaluate both, draw their curves and stream a sample: a few\n"
+        "minutes on two cores.",
     )
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the runs (default: runs/demo)")
     demo.add_argument("--steps", type=int, help="updates of each model (default: the recipe's)")
@@ -204,8 +206,8 @@ def _add_exact(verbs: Verbs) -> None:
         verbs,
         "exact",
         "see streaming and parallel passes agree on a random model",
-        "Stream tokens one by one through a small randomly initialised model, solve for all of them at "
-        "once in parallel passes, and show that both are one function.",
+        "Stream tokens one by one through a small randomly initialised model, solve for all of\n"
+        "them at once in parallel passes, and show that both are one function.",
     )
     exact.add_argument("--tokens", type=int, default=48, help="length of the sequence (default: 48)")
     exact.add_argument("--layers", type=int, default=1, help="D, the number of blocks (default: 1)")

@@ -86,6 +86,8 @@ def read_manifest(folder: Path, kind: str, what: str) -> dict[str, Any]:
         raise ContextReadyError(
             f"{folder} was written by a newer contextready (version {manifest.get('version')}); update this one."
         )
+    if not isinstance(manifest.get("files"), dict):
+        raise ContextReadyError(f"{path} lists no files: the folder is damaged, so make or copy it again.")
     for name, described in manifest["files"].items():
         file = folder / name
         size = file.stat().st_size if file.is_file() else None

@@ -14,7 +14,7 @@ def run_prepare(out: Path, what: Preparation) -> Data:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -46,10 +46,10 @@ def run_prepare(out: Path, what: Preparation) -> Data:
 
 def show(folder: Path, split: str, count: int, tokens: int, seed: int) -> None:
     """Print the manifest's figures and some stretches of the split as text (or ids, without a tokenizer)."""
-    data = Data(folder)
+    if count < 1 or tokens < 1 or seed < 0:
+        raise ContextReadyError("--count and --tokens must be at least 1, and --seed at least 0.")
+    data = Data(folder, verify=[split])
     row, tokenizer = data.row(split), data.tokenizer()
-    if count < 1 or tokens < 1:
-        raise ContextReadyError("--count and --tokens must be at least 1.")
     counts = data.manifest["splits"][split]
     print(f"{folder} from {data.manifest['source']}, vocabulary {data.vocab_size:,}")
     print(f"{split}: {counts['tokens']:,} tokens, {counts['documents']:,} documents")

@@ -4,13 +4,12 @@ import codecs
 import glob
 import gzip
 import importlib.util
-import io
 import json
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from contextready.data.tokenizer import END
 from contextready.errors import ContextReadyError
@@ -20,7 +19,7 @@ from contextready.settings import nearest
 TEXT_PIECE = 1 << 14
 """A text file without end marks is cut at the first blank line after this many characters."""
 LONGEST_PIECE = 1 << 20
-"""… and, where no blank line comes, at the next line end after this many, or in the line itself."""
+"""Any text file is cut at the line end after this many, or in the line itself."""
 EXTENSIONS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 
 
@@ -41,9 +40,12 @@ class Corpus:
 
 def open_corpus(sources: list[str], field: str = "text") -> Corpus:
     """Files, folders and globs, or one named corpus."""
-    if len(sources) == 1 and sources[0] in NAMED and not Path(sources[0]).exists():
-        return NAMED[sources[0]]()
-    files = list(expand(sources))
+    names = [source for source in sources if source in NAMED and not Path(source).exists()]
+    if names and len(sources) > 1:
+        raise ContextReadyError(f"The corpus {names[0]} cannot be mixed with other sources; prepare it alone.")
+    if names:
+        return NAMED[names[0]]()
+    files = expand(sources)
     return Corpus(
         name=", ".join(sources),
         read=lambda advance: (document for path in files for document in _read_file(path, field, advance)),
@@ -51,14 +53,15 @@ def open_corpus(sources: list[str], field: str = "text") -> Corpus:
     )
 
 
-def expand(sources: Iterable[str]) -> Iterator[Path]:
-    """The files behind paths, folders and globs, in a fixed order."""
+def expand(sources: Iterable[str], extensions: tuple[str, ...] = EXTENSIONS) -> list[Path]:
+    """The files behind paths, folders and globs, in a fixed order, all of kinds known here."""
+    files: list[Path] = []
     for source in sources:
         path = Path(source)
         if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(EXTENSIONS))
+            found = sorted(p for p in path.rglob("*") if p.is_file() and p.name.lower().endswith(extensions))
             if not found:
-                raise ContextReadyError(f"The folder {source} holds no {', '.join(EXTENSIONS)} file.")
+                raise ContextReadyError(f"The folder {source} holds no {', '.join(extensions)} file.")
         elif path.is_file():
             found = [path]
         else:
@@ -67,7 +70,11 @@ def expand(sources: Iterable[str]) -> Iterator[Path]:
                 raise ContextReadyError(
                     f"There is no file, folder or corpus '{source}'; {nearest(source, list(NAMED))}"
                 )
-        yield from found
+        files += found
+    for path in files:
+        if not path.name.lower().endswith(extensions):
+            raise ContextReadyError(f"{path} is of no kind known here; give {', '.join(extensions)}.")
+    return files
 
 
 def _read_file(path: Path, field: str, advance: Callable[[int], None]) -> Iterator[str]:
@@ -77,15 +84,16 @@ def _read_file(path: Path, field: str, advance: Callable[[int], None]) -> Iterat
     elif name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
         with path.open("rb") as raw:
             yield from _read_jsonl(_decompressed(raw, name), raw, path, field, advance)
-    elif name.endswith(".txt"):
-        with path.open("rb") as raw:
-            yield from cut_text(_decoded_lines(raw, path), advance)
     else:
-        raise ContextReadyError(f"{path} is of no kind known here; give {', '.join(EXTENSIONS)}.")
+        with path.open("rb") as raw:
+            # The documents of a file with end marks may have any length; one without them is cut at blank lines.
+            marked = any(line.strip() == END.encode() for line in iter(lambda: raw.readline(LONGEST_PIECE), b""))
+            raw.seek(0)
+            yield from cut_text(_decoded_lines(raw, path), marked, advance)
 
 
-def cut_text(lines: Iterable[tuple[str, int]], advance: Callable[[int], None]) -> Iterator[str]:
-    """Cut plain text into documents: at lines `<|endoftext|>`, else at blank lines, else where it grows too long."""
+def cut_text(lines: Iterable[tuple[str, int]], marked: bool, advance: Callable[[int], None]) -> Iterator[str]:
+    """Cut plain text into documents: at lines `<|endoftext|>`, or at blank lines, and where it grows too long."""
     piece: list[str] = []
     length = 0
     for line, size in lines:
@@ -94,7 +102,8 @@ def cut_text(lines: Iterable[tuple[str, int]], advance: Callable[[int], None]) -
         if not mark:
             piece.append(line)
             length += len(line)
-        if mark or (length > TEXT_PIECE and not line.strip()) or length > LONGEST_PIECE:
+        full = length > TEXT_PIECE and not marked and not line.strip()
+        if mark or full or length > LONGEST_PIECE:
             yield "".join(piece)
             piece, length = [], 0
     yield "".join(piece)
@@ -103,17 +112,17 @@ def cut_text(lines: Iterable[tuple[str, int]], advance: Callable[[int], None]) -
 def _decoded_lines(raw: IO[bytes], path: Path) -> Iterator[tuple[str, int]]:
     """Lines with their size in bytes; a line longer than a piece may be comes in parts."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    offset = 0
+    read = 0
     while True:
         part = raw.readline(LONGEST_PIECE)
         try:
             text = decoder.decode(part, final=not part)
         except UnicodeDecodeError as error:
-            raise _not_utf8(path, offset, error) from None
+            # A character cut in two by the length limit waited in the decoder for its rest.
+            raise _not_utf8(path, read + len(part) - len(error.object), error) from None
         if not part:
             return
-        # A character cut in two by the length limit waits in the decoder for its rest.
-        offset += len(part) - len(decoder.getstate()[0])
+        read += len(part)
         yield text, len(part)
 
 
@@ -129,8 +138,25 @@ def _decompressed(raw: IO[bytes], name: str) -> Iterable[bytes]:
         return gzip.GzipFile(fileobj=raw)
     if name.endswith(".zst"):
         zstandard = require("zstandard", "data")
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw))
+        return _zstandard_lines(raw, zstandard.ZstdDecompressor())
     return raw
+
+
+def _zstandard_lines(raw: IO[bytes], decompressor: Any) -> Iterator[bytes]:
+    """Lines of one frame or several; a last frame that is cut short is an error (stream_reader would end quietly)."""
+    frame, inside, left = decompressor.decompressobj(), False, b""
+    while part := raw.read(1 << 17):
+        while part:
+            left += frame.decompress(part)
+            inside, part = not frame.eof, frame.unused_data
+            if not inside:
+                frame = decompressor.decompressobj()
+        *lines, left = left.split(b"\n")
+        yield from (line + b"\n" for line in lines)
+    if inside:
+        raise EOFError("it ends in the middle")
+    if left:
+        yield left
 
 
 def _read_jsonl(
@@ -160,12 +186,20 @@ def _read_jsonl(
 def _field_of(line: str, path: Path, number: int, field: str) -> str:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ContextReadyError(f"{path}, line {number:,} is not JSON: {error}.") from None
+    if isinstance(record, dict) and field in record and record[field] is None:
+        return ""
     if not isinstance(record, dict) or not isinstance(record.get(field), str):
         keys = f"it has {', '.join(map(str, record))}" if isinstance(record, dict) else "it is no object"
         raise ContextReadyError(f"{path}, line {number:,} has no text under '{field}' ({keys}); name it with --field.")
     text: str = record[field]
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ContextReadyError(
+            f"{path}, line {number:,} holds half a surrogate pair, which is no character."
+        ) from None
     return text
 
 
@@ -174,12 +208,17 @@ def _read_parquet(path: Path, field: str, advance: Callable[[int], None]) -> Ite
     try:
         file = parquet.ParquetFile(path)
     except Exception as error:  # pyarrow's own kinds
-        raise ContextReadyError(f"{path} is not a parquet file: {error}.") from None
+        raise ContextReadyError(f"{path} is not a parquet file: {_one_line(error)}.") from None
     with file:
         names = file.schema_arrow.names
         if field not in names:
             raise ContextReadyError(
                 f"{path} has no column '{field}' (it has {', '.join(names)}); name it with --field."
+            )
+        kind = str(file.schema_arrow.field(field).type)
+        if kind not in ("string", "large_string", "string_view"):
+            raise ContextReadyError(
+                f"{path} has no text in its column '{field}' but {kind}; name another with --field."
             )
         rows, size = max(1, file.metadata.num_rows), path.stat().st_size
         for batch in file.iter_batches(batch_size=256, columns=[field]):
@@ -205,10 +244,11 @@ def sotu() -> Corpus:
 
 def stdlib() -> Corpus:
     """The source text of Python's standard library: always there."""
+    library = Path(sysconfig.get_path("stdlib"))
     files = sorted(
         path
-        for path in Path(sysconfig.get_path("stdlib")).rglob("*.py")
-        if not {"site-packages", "test", "tests", "lib2to3", "idlelib"} & set(path.parts)
+        for path in library.rglob("*.py")
+        if not {"site-packages", "test", "tests", "lib2to3", "idlelib"} & set(path.relative_to(library).parts)
     )
 
     def read(advance: Callable[[int], None]) -> Iterator[str]:
@@ -228,20 +268,36 @@ def _hub(name: str, path: str, config: str | None) -> Callable[[], Corpus]:
     def open_it() -> Corpus:
         datasets = require("datasets", "data")
 
+        def rows() -> Iterable[dict[str, Any]]:
+            try:
+                found = datasets.load_dataset(path, config, split="train", streaming=True)
+            except RuntimeError as error:
+                if "scripts are no longer supported" not in str(error):
+                    raise
+                # The hub keeps a copy as parquet of corpora that are still defined by a script.
+                found = datasets.load_dataset(path, config, split="train", streaming=True, revision=PARQUET_COPY)
+            return cast(Iterable[dict[str, Any]], found)
+
         def read(advance: Callable[[int], None]) -> Iterator[str]:
             try:
-                rows: Iterable[dict[str, Any]] = datasets.load_dataset(path, config, split="train", streaming=True)
-                for row in rows:
+                for row in rows():
                     advance(len(row["text"]))
                     yield row["text"]
-            except (OSError, ConnectionError) as error:
-                raise ContextReadyError(f"The corpus {name} could not be fetched from the hub: {error}.") from None
+            except Exception as error:  # the hub, its client and the network each raise their own
+                raise ContextReadyError(
+                    f"The corpus {name} could not be fetched from the hub: {_one_line(error)}."
+                ) from None
 
         return Corpus(name, read, None)
 
     return open_it
 
 
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
+
+
+PARQUET_COPY = "refs/convert/parquet"
 NAMED: dict[str, Callable[[], Corpus]] = {
     "default": default,
     "sotu": sotu,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from contextready.data.corpora import Corpus, open_corpus
+from contextready.data.corpora import Corpus, expand, open_corpus
 from contextready.data.shards import FORMAT, Data, Ids, ShardWriter
 from contextready.data.token_files import read_token_file
 from contextready.data.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ class Preparation:
     shard_tokens: int = 100_000_000
     """Tokens in a shard."""
     tokenizer_bytes: int = 1_000_000_000
-    """How much text the tokenizer is trained on at most."""
+    """The tokenizer is trained on about this much text, or all of it."""
 
 
 def prepare(out: Path, what: Preparation, report: Report = lambda *_: None) -> Data:
@@ -61,7 +61,7 @@ def prepare(out: Path, what: Preparation, report: Report = lambda *_: None) -> D
             _prepare_token_files(out, what, report)
         else:
             _prepare_text(out, what, report)
-    return Data(out, verify=False)
+    return Data(out, verify=())
 
 
 def _check(what: Preparation) -> None:
@@ -69,6 +69,8 @@ def _check(what: Preparation) -> None:
         raise ContextReadyError(f"--val-fraction {what.val_fraction} is no part; give a number between 0 and 1.")
     if what.shard_tokens < 1 or what.tokenizer_bytes < 1:
         raise ContextReadyError("--shard-tokens and --tokenizer-bytes must be at least 1.")
+    if what.tokenizer is not None and what.vocab_size is not None:
+        raise ContextReadyError("--vocab-size and --tokenizer exclude each other: a tokenizer has its own size.")
     bins = [source.endswith(".bin") for source in (*what.sources, *what.val_sources)]
     if any(bins) and not all(bins):
         raise ContextReadyError("Token files (.bin) and text cannot be mixed in one preparation; prepare them apart.")
@@ -113,26 +115,27 @@ def _prepare_token_files(out: Path, what: Preparation, report: Report) -> None:
     vocab_size = tokenizer.vocab_size if tokenizer is not None else what.vocab_size
     if vocab_size is None:
         raise ContextReadyError("Token files need --tokenizer, or --vocab-size to know how many ids there are.")
+    if not 0 <= end_id < vocab_size:
+        raise ContextReadyError(f"--end-id {end_id} is not an id of a vocabulary of {vocab_size}; give one below it.")
 
-    def documents(paths: Iterable[str], label: str) -> Iterator[tuple[bytes, Ids, int]]:
-        for name in paths:
-            path = Path(name)
-            if not path.is_file():
-                raise ContextReadyError(f"There is no token file {path}.")
-            for ids in read_token_file(path, end_id, partial(report, label, path.stat().st_size)):
+    def documents(paths: list[Path], label: str) -> Iterator[tuple[bytes, Ids, int]]:
+        size = sum(path.stat().st_size for path in paths)
+        for path in paths:
+            for ids in read_token_file(path, end_id, partial(report, label, size)):
                 if len(ids) == 0:
                     continue
-                largest = int(ids.max())
-                if largest >= vocab_size or int(ids.min()) < 0:
+                wrong = ids[(ids < 0) | (ids >= vocab_size)]
+                if len(wrong):
                     raise ContextReadyError(
-                        f"{path} holds the id {largest}, and the vocabulary ends at {vocab_size - 1}: "
+                        f"{path} holds the id {int(wrong[0])}, and the vocabulary goes from 0 to {vocab_size - 1}: "
                         "it was made with another tokenizer."
                     )
-                size = len(tokenizer.decode(ids.tolist()).encode()) if tokenizer is not None else 0
-                yield ids.tobytes(), ids, size
+                text_bytes = len(tokenizer.decode(ids.tolist()).encode()) if tokenizer is not None else 0
+                yield ids.tobytes(), ids, text_bytes
 
-    val_rows = documents(what.val_sources, "copying validation") if what.val_sources else None
-    rows = documents(what.sources, "copying")
+    val_files = expand(what.val_sources, (".bin",))
+    val_rows = documents(val_files, "copying validation") if val_files else None
+    rows = documents(expand(what.sources, (".bin",)), "copying")
     _write(out, what, tokenizer, vocab_size, end_id, rows, val_rows, ", ".join(what.sources))
 
 
@@ -149,15 +152,20 @@ def _train_tokenizer(corpus: Corpus, what: Preparation, leave_out_val: bool, rep
             # Another hash than the split's, so that which part is read says nothing about the split.
             if part < 1.0 and not is_validation(b"tokenizer" + content, part):
                 continue
-            seen += len(content)
-            if seen > what.tokenizer_bytes and part == 1.0:
+            if seen >= what.tokenizer_bytes:
                 return
+            seen += len(content)
             yield text
 
     assert what.vocab_size is not None
     first = next(reader := texts(), None)
     if first is None:
-        raise ContextReadyError(f"The corpus {corpus.name} holds no text to train on.")
+        if next(corpus.documents(), None) is None:
+            raise ContextReadyError(f"The corpus {corpus.name} holds no text to train on.")
+        raise ContextReadyError(
+            f"No document of {corpus.name} is left to train the tokenizer on: all validate, or none fits into "
+            f"--tokenizer-bytes {what.tokenizer_bytes}; lower --val-fraction or raise --tokenizer-bytes."
+        )
     return Tokenizer.train(chain([first], reader), what.vocab_size)
 
 
@@ -183,12 +191,13 @@ def _write(
         finally:
             train.close()
             val.close()
-        if not train.documents:
+        if not train.documents and not val.documents:
             raise ContextReadyError(f"The corpus {name} holds no text to train on.")
-        if not val.documents:
+        if not train.documents or not val.documents:
+            there, missing = (train, "validation") if train.documents else (val, "training")
             raise ContextReadyError(
-                f"None of the {train.documents:,} documents fell into the validation split; "
-                "raise --val-fraction, or give --val its own files."
+                f"None of the {there.documents:,} documents fell into the {missing} split; "
+                "change --val-fraction, or give --val its own files."
             )
         if tokenizer is not None:
             tokenizer.save(folder)

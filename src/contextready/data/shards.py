@@ -6,7 +6,7 @@ DATA/train-00000.bin …     little-endian uint16, or uint32 for vocabularies ab
 DATA/val-00000.bin …
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from contextready.data.tokenizer import FILE, Tokenizer
 from contextready.errors import ContextReadyError
-from contextready.files import check_sums, read_manifest
+from contextready.files import MANIFEST, check_sums, read_manifest
 
 FORMAT = "contextready-data"
 SPLITS = ("train", "val")
@@ -85,16 +85,20 @@ class TokenRow:
 class Data:
     """A folder of prepared data, checked when it is opened."""
 
-    def __init__(self, folder: Path, verify: bool = True) -> None:
-        """Open it; `verify` compares every file with its checksum, otherwise only sizes are."""
+    def __init__(self, folder: Path, verify: Iterable[str] = SPLITS) -> None:
+        """Open it: sizes are checked, and for the splits in `verify` the checksums too."""
         if not folder.is_dir():
             raise ContextReadyError(
-                f"There is no prepared data at {folder}; make it with: crt data prepare {folder} SOURCE …"
+                f"There is no prepared data at {folder}; make it, for example: crt data prepare {folder} default "
+                "--vocab-size 4096."
             )
         self.folder = folder
         self.manifest = read_manifest(folder, FORMAT, "prepared data (crt data prepare makes it)")
-        if verify:
-            check_sums(folder, self.manifest)
+        for key in ("dtype", "vocab_size", "end_id", "splits", "identity", "tokenizer_sha256"):
+            if key not in self.manifest:
+                raise ContextReadyError(f"{folder / MANIFEST} says nothing about {key}; prepare the data again.")
+        for split in verify:
+            check_sums(folder, self.manifest, self.manifest["splits"][split]["shards"])
         self.dtype = np.dtype(self.manifest["dtype"])
         self.vocab_size: int = self.manifest["vocab_size"]
         self.end_id: int = self.manifest["end_id"]

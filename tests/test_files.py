@@ -1,0 +1,219 @@
+"""Folders that are whole or absent, checksums, locks, and packages that are not installed."""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+
+import pytest
+
+from contextready.errors import ContextReadyError
+from contextready.extras import require
+from contextready.files import (
+    check_sums,
+    describe_file,
+    is_disk_full,
+    locked,
+    partial_name,
+    read_json,
+    read_manifest,
+    remove_folder,
+    staged_folder,
+    write_json,
+    write_manifest,
+)
+
+
+def test_a_folder_appears_when_it_is_whole(tmp_path):
+    target = tmp_path / "new" / "folder"
+    with staged_folder(target) as staging:
+        (staging / "a").write_text("content")
+        assert not target.exists()
+        assert staging == partial_name(target)
+    assert (target / "a").read_text() == "content"
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_every_file_is_on_the_disk_before_the_rename(tmp_path, monkeypatch):
+    synced, sync = [], os.fsync
+
+    def recording(handle):
+        synced.append((os.fstat(handle).st_ino, (tmp_path / "out").exists()))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", recording)
+    with staged_folder(tmp_path / "out") as staging:
+        for name in "ab":
+            (staging / name).write_text(name)
+    before = {inode for inode, exists in synced if not exists}
+    out = tmp_path / "out"
+    assert before == {(out / "a").stat().st_ino, (out / "b").stat().st_ino, out.stat().st_ino}
+    assert (tmp_path.stat().st_ino, True) in synced
+
+
+def fill_and_fail(target, error):
+    with staged_folder(target) as staging:
+        (staging / "a").write_text("half")
+        raise error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broke"), KeyboardInterrupt(), SystemExit(1)])
+def test_an_error_leaves_nothing(tmp_path, error):
+    with pytest.raises(type(error)):
+        fill_and_fail(tmp_path / "out", error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_cleared(tmp_path):
+    left = partial_name(tmp_path / "out")
+    left.mkdir()
+    (left / "old").write_text("old")
+    with staged_folder(tmp_path / "out") as staging:
+        (staging / "new").write_text("new")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
+
+
+def test_a_folder_that_came_in_between_is_kept(tmp_path):
+    out = tmp_path / "out"
+    staged = staged_folder(out)
+    (staged.__enter__() / "mine").touch()
+    out.mkdir()
+    (out / "theirs").touch()
+    with pytest.raises(OSError, match="not empty"):
+        staged.__exit__(None, None, None)
+    assert [path.name for path in out.iterdir()] == ["theirs"]
+    assert list(tmp_path.iterdir()) == [out]
+
+
+class SafetensorError(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+        SafetensorError("I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, error):
+    with pytest.raises(ContextReadyError, match=r"The disk is full: .*out was not written"):
+        fill_and_fail(tmp_path / "out", error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_errors_are_no_full_disk():
+    assert not is_disk_full(OSError(errno.EACCES, "Permission denied"))
+    assert not is_disk_full(SafetensorError("header too large"))
+    assert not is_disk_full(ValueError("os error 28"))
+
+
+def test_a_folder_is_removed(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "a").touch()
+    partial_name(tmp_path / "out").mkdir()
+    remove_folder(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def described(tmp_path):
+    (tmp_path / "a").write_bytes(b"1234")
+    (tmp_path / "b").write_bytes(b"")
+    write_manifest(tmp_path, "kind", {"about": 5})
+    return tmp_path
+
+
+def test_the_manifest_describes_every_file(described):
+    manifest = read_manifest(described, "kind", "a thing")
+    assert manifest == {
+        "format": "kind",
+        "version": 1,
+        "about": 5,
+        "files": {
+            "a": {"bytes": 4, "sha256": hashlib.sha256(b"1234").hexdigest()},
+            "b": {"bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()},
+        },
+    }
+    assert manifest["files"]["a"] == describe_file(described / "a")
+    check_sums(described, manifest)
+
+
+def test_changed_files_are_refused(described):
+    manifest = read_manifest(described, "kind", "a thing")
+    (described / "a").write_bytes(b"1235")
+    check_sums(described, read_manifest(described, "kind", "a thing"), ["b"])
+    with pytest.raises(ContextReadyError, match="a does not match its checksum"):
+        check_sums(described, manifest)
+    (described / "a").write_bytes(b"123")
+    with pytest.raises(ContextReadyError, match="a has 3 bytes instead of 4: the folder is damaged"):
+        read_manifest(described, "kind", "a thing")
+    (described / "a").unlink()
+    with pytest.raises(ContextReadyError, match="a is missing: the folder is damaged"):
+        read_manifest(described, "kind", "a thing")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "is not a thing: it has no manifest.json"),
+        (b"[]", "is not a thing: its manifest.json is of another kind"),
+        (b'{"format": "other", "version": 1}', "its manifest.json is of another kind"),
+        (b'{"format": "kind", "version": 7}', r"newer contextready \(version 7\)"),
+        (b'{"format": ', "manifest.json cannot be read as JSON: "),
+        (b"\xff", "manifest.json cannot be read as JSON: "),
+    ],
+)
+def test_other_manifests_are_refused(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "manifest.json").write_bytes(content)
+    with pytest.raises(ContextReadyError, match=message):
+        read_manifest(tmp_path, "kind", "a thing")
+
+
+def test_json_is_replaced_in_one_step(tmp_path):
+    path = tmp_path / "a.json"
+    write_json(path, {"old": 1})
+    inode = path.stat().st_ino
+    write_json(path, {"new": [1.5, None, "é"]})
+    assert read_json(path) == {"new": [1.5, None, "é"]}
+    assert path.stat().st_ino != inode
+    with pytest.raises(TypeError):
+        write_json(path, {"bad": object()})
+    assert json.loads(path.read_text()) == {"new": [1.5, None, "é"]}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_lock_keeps_others_out_and_is_let_go(tmp_path):
+    lock = tmp_path / "new" / ".lock"
+    with locked(lock, "writing it"):
+        with (
+            pytest.raises(ContextReadyError, match="Another process is writing it; wait for it"),
+            locked(lock, "writing it"),
+        ):
+            pass
+        with lock.open() as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with locked(lock, "writing it"):
+        pass
+
+
+def test_packages_that_are_there_are_imported():
+    assert require("json", "data") is json
+
+
+@pytest.mark.parametrize("module", ["no_such_package", "no_such_package.part"])
+def test_packages_that_are_missing_are_named_with_their_extra(module):
+    with pytest.raises(ContextReadyError) as refusal:
+        require(module, "plot")
+    sentence = "This needs the package no_such_package; install it with: pip install 'contextready[plot]'."
+    assert str(refusal.value) == sentence
+
+
+def test_a_package_that_is_broken_itself_is_not_called_missing(tmp_path, monkeypatch):
+    (tmp_path / "broken_package.py").write_text("import a_dependency_of_it")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="a_dependency_of_it"):
+        require("broken_package", "plot")
