@@ -10,7 +10,7 @@ INSTALL := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
 
-demo: $(VENV)/.core  ## see the method work
+demo: $(VENV)/.demo  ## train a small model and its transformer, compare them, draw, sample
 	$(BIN)/crt demo
 
 test: $(VENV)/.dev  ## fast tests
@@ -30,6 +30,7 @@ format: $(VENV)/.dev  ## rewrite the sources in the house format
 
 bench: $(VENV)/.core  ## benchmarks; each ends with one JSON line
 	$(BIN)/python benchmarks/core.py
+	$(BIN)/python benchmarks/train.py
 
 clean:  ## remove the environment and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -38,6 +39,10 @@ $(VENV)/.core: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer was not found; set PYTHON=/path/to/python3.11"; exit 2; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.core
+	$(INSTALL) --editable '.[demo]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core

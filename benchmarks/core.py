@@ -10,34 +10,19 @@
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from timing import interleaved_medians
 
 from contextready import ContextReady, ModelConfig, Transformer, account, build_model
 
 VOCABULARY = 1024
 TOKENS = 256
 PASSES = 5
-
-
-def interleaved_medians(calls: list[Callable[[], object]], rounds: int) -> list[float]:
-    """Seconds of each call: the median over rounds in which all take turns, so that noise hits all alike."""
-    for call in calls:
-        call()
-        call()
-    seconds: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
-        for times, call in zip(seconds, calls, strict=True):
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-    return [statistics.median(times) for times in seconds]
 
 
 def unroll_cost(layers: int, width: int, batch: int, rounds: int) -> dict[str, float]:

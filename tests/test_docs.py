@@ -22,12 +22,29 @@ def test_readme_example_runs():
 
 
 COMMANDS = re.findall(r"^(crt [^#\n]*)", README, flags=re.MULTILINE)
+QUICK = ("info", "exact")
+TINY = ["width=16", "heads=2", "block_size=16", "batch_size=2", "steps=4", "eval_every=2", "eval_tokens=64"]
+LESS = {"train": TINY, "eval": ["--tokens", "256"], "demo": ["--steps", "20"]}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.split()[1] in QUICK])
 def test_readme_commands_run(command, capsys):
     assert main(shlex.split(command)[1:]) == 0
     assert capsys.readouterr().out
+
+
+def test_readme_training_commands_run_in_order(tmp_path, monkeypatch, capsys):
+    """For real, on the default corpus, with tiny models and few steps."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("contextready.demo.VALIDATION", 0.01)
+    for command in COMMANDS:
+        _, verb, *words = shlex.split(command)
+        if verb not in QUICK and "--list" not in words:
+            less = [] if "--dry-run" in words else LESS.get(verb, [])
+            assert main([verb, *words, *less]) == 0, capsys.readouterr().err
+            assert capsys.readouterr().out
+    assert (tmp_path / "curves.svg").is_file()
+    assert (tmp_path / "runs" / "demo" / "curves.png").is_file()
 
 
 def test_readme_shows_every_verb_and_every_file():

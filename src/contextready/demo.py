@@ -45,7 +45,7 @@ def run_demo(out: Path, steps: int | None = None) -> int:
             console.print("Stopped; the same command goes on from here.")
             return 128 + result.stopped_by
 
-    data, found, models = Data(folder), {}, {}
+    data, found, models = Data(folder, verify=["val"]), {}, {}
     for name in RECIPES:
         checkpoint = open_checkpoint(out / name)
         models[name] = checkpoint.model()

@@ -73,7 +73,7 @@ def parse_passes(text: str) -> list[int]:
 
 def _data_of(checkpoint: Checkpoint, folder: Path | None) -> Data:
     """Data to evaluate on: what the model was trained on, or other data made with the same tokenizer."""
-    data = Data(folder or Path(checkpoint.config["train"]["data"]))
+    data = Data(folder or Path(checkpoint.config["train"]["data"]), verify=["val"])
     data.tokenizer()
     if data.tokenizer_sha256 != checkpoint.progress.tokenizer_sha256:
         raise ContextReadyError(
@@ -88,11 +88,12 @@ def print_evaluation(names: Sequence[str], found: Sequence[Evaluation]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=box.SIMPLE)
     table.add_column("perplexity", no_wrap=True)
     for name in names:
-        table.add_column(name, justify="right", overflow="fold")
+        table.add_column(Text(name), justify="right", overflow="fold")
 
     def add(label: str, cells: Sequence[str]) -> None:
         if any(cells):

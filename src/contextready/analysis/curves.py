@@ -56,12 +56,12 @@ def read_curve(run: Path, axis: str = "tokens") -> Curve:
 
 def crossover(one: Curve, other: Curve) -> Crossover | None:
     """The last point where the curves change places, on the stretch both cover; none if they never do."""
-    end = min(one.x[-1], other.x[-1])
+    # Untrained models are all at log V, and which is a hair lower says nothing: x = 0 is left out.
+    begin, end = max(curve.x[curve.x > 0][0] for curve in (one, other)), min(one.x[-1], other.x[-1])
     grid = np.unique(np.concatenate((one.x, other.x)))
-    grid = grid[(grid >= max(one.x[0], other.x[0])) & (grid <= end)]
-    # Both start at the same loss, log V: a difference that small is not an order.
+    grid = grid[(grid >= begin) & (grid <= end)]
     difference = np.interp(grid, one.x, one.loss) - np.interp(grid, other.x, other.loss)
-    signs = np.sign(np.where(np.abs(difference) < 1e-9, 0.0, difference))
+    signs = np.sign(difference)
     changes = [i for i in range(1, len(grid)) if signs[i] and signs[i - 1] and signs[i] != signs[i - 1]]
     if not changes:
         return None
@@ -107,6 +107,7 @@ def draw(curves: Sequence[Curve], out: Path, axis: str = "tokens", title: str | 
     ticks = _ticks(shown.min(), later.max())
     axes.set_yticks(ticks, [f"{t:g}" for t in ticks])
     axes.minorticks_off()
+    axes.xaxis.set_major_formatter(lambda x, _: f"{short(x)}".replace(".00", ""))
     axes.set_xlabel(AXES[axis])
     axes.set_ylabel("validation perplexity")
     axes.grid(alpha=0.25)

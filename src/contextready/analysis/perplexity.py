@@ -109,7 +109,9 @@ def window_nll(model: Transformer | ContextReady, z_BTC: Tensor, targets_BT: Ten
     rows = max(1, LOGITS_AT_ONCE // (z_BTC.shape[1] * backbone.head(z_BTC[:1, :1]).shape[-1]))
     means = []
     for z, targets in zip(torch.split(z_BTC, rows), torch.split(targets_BT, rows), strict=True):
-        nll = F.cross_entropy(backbone.head(z).flatten(0, 1).float(), targets.flatten(), reduction="none")
+        logits = backbone.head(z).flatten(0, 1)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        nll = F.cross_entropy(wide, targets.flatten(), reduction="none")
         means.append(nll.view(targets.shape).double().mean(dim=1).cpu())
     return torch.cat(means)
 

@@ -15,7 +15,7 @@ def run_train(recipe: str, words: Sequence[str]) -> int:
     """Train in the foreground; the exit code is 0 at the last step and 128 + signal when one stopped it before."""
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     result = train(resolve(recipe, words), ConsoleDisplay(console))
     console.print(ending(result))
     return 0 if result.stopped_by is None else 128 + result.stopped_by

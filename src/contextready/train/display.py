@@ -18,9 +18,9 @@ class ConsoleDisplay:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self.console = console or Console(highlight=False)
+        self.console = console or Console(highlight=False, markup=False)
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TextColumn("{task.fields[line]}"),
@@ -38,7 +38,9 @@ class ConsoleDisplay:
         """Say what begins, and where."""
         t = config.train
         going_on = f", going on from step {step:,}" if step else ""
-        self.console.print(f"{t.out}: {note}; {t.steps:,} steps of {t.tokens_per_step:,} tokens{going_on}.")
+        self.console.print(
+            f"{t.out}: {note}; {t.steps:,} steps of {t.tokens_per_step:,} tokens{going_on}.", soft_wrap=True
+        )
         self._task = self._bar.add_task(t.out.rpartition("/")[2], total=t.steps, completed=step, line="")
         self._began = (time.perf_counter(), step * t.tokens_per_step)
         self._bar.start()

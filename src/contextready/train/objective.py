@@ -48,7 +48,13 @@ class Objective:
         else:
             z_BTC, _ = self.one_pass(self.model.embed(inputs_BT))
             logits_BTV = self.model.head(z_BTC)
-        return Loss(F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten()), residual)
+        return Loss(mean_cross_entropy(logits_BTV, targets_BT), residual)
+
+
+def mean_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Nats per token, in float32 at least."""
+    wide = torch.promote_types(logits_BTV.dtype, torch.float32)
+    return F.cross_entropy(logits_BTV.flatten(0, 1).to(wide), targets_BT.flatten())
 
 
 @torch.no_grad()

@@ -75,7 +75,7 @@ def resolve(recipe: str, words: Sequence[str]) -> RunConfig:
             # Converting keeps the function: the correction starts at zero unless something else is asked for.
             settings["correction_init"] = "zero"
     if "vocab_size" not in settings and "data" in settings:
-        settings["vocab_size"] = Data(Path(settings["data"]), verify=False).vocab_size
+        settings["vocab_size"] = Data(Path(settings["data"]), verify=()).vocab_size
     return build_run(settings)
 
 

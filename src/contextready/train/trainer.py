@@ -15,7 +15,7 @@ from torch import nn
 
 from contextready.analysis.perplexity import parallel_scores
 from contextready.data.batches import Batches, Windows
-from contextready.data.shards import Data
+from contextready.data.shards import SPLITS, Data
 from contextready.errors import ContextReadyError
 from contextready.files import locked, write_json
 from contextready.model.accounting import account
@@ -71,7 +71,7 @@ class Trainer:
         self.config, self.display = config, display
         t = config.train
         self.folder = Path(t.out)
-        self.data = Data(Path(t.data), t.verify_data)
+        self.data = Data(Path(t.data), SPLITS if t.verify_data else ())
         self.data.tokenizer()
         if self.data.vocab_size > config.model.vocab_size:
             raise ContextReadyError(
@@ -94,6 +94,7 @@ class Trainer:
 
     def _begin(self) -> checkpoints.Progress:
         """Start at the newest checkpoint of this run, or at the weights asked for, or afresh."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         checkpoints.clear_leftovers(self.folder)
         newest, origin = checkpoints.newest_checkpoint(self.folder), self.config.train.init_from
         if newest is not None:
@@ -121,7 +122,7 @@ class Trainer:
             if p.step == 0 and saved is None:
                 val_loss = self._validate(metrics)
             while p.step < t.steps and interrupts.received is None:
-                record = self._step(saved)
+                record = self.step(saved)
                 if p.step % t.log_every == 0 or p.step == t.steps:
                     metrics.add(record)
                 if self.display is not None:
@@ -139,22 +140,23 @@ class Trainer:
                 self.display.stop()
         return Result(self.folder, saved, p.step, val_loss, interrupts.received if p.step < t.steps else None)
 
-    def _step(self, last_checkpoint: Path | None) -> Record:
+    def step(self, last_checkpoint: Path | None = None) -> Record:
         """One update. A loss or gradient that is not finite stops the run before it touches the weights."""
         t, p = self.config.train, self.progress
         began = time.perf_counter()
         passes, rate = passes_of_step(t, p.step), learning_rate(t, p.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        total, residual = 0.0, None
+        losses, residual = [], None
         measure = (p.step + 1) % t.log_every == 0
         for part in range(t.accumulate):
             inputs_BT, targets_BT = self.batches.read(p.sequences + part * t.batch_size, t.batch_size)
             with self._autocast():
                 loss = self.objective(inputs_BT.to(self.device), targets_BT.to(self.device), passes, measure)
             (loss.mean / t.accumulate).backward()  # type: ignore[no-untyped-call]
-            total += loss.mean.item() / t.accumulate
+            losses.append(loss.mean.detach())
             residual = loss.residual
+        total = float(torch.stack(losses).mean())
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), t.clip))
         if not isfinite(total) or not isfinite(norm):
             self._refuse(total, norm, last_checkpoint)

@@ -1,0 +1,179 @@
+"""What training and evaluation cost here, as ratios measured side by side in one run. Ends with one JSON line.
+
+1. A training step of the baseline by `Trainer`, against a bare hand-written PyTorch loop with the same modules.
+2. The same step in bf16 against fp32.
+3. A training step of the context-ready model at K = 5 against what the multiply-accumulate count predicts from the
+   baseline's.
+4. Sequential evaluation of a validation set against one parallel pass over it.
+
+    python benchmarks/train.py [--quick]
+"""
+
+import argparse
+import dataclasses
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from timing import interleaved_medians
+
+from contextready import ContextReady, account, build_model
+from contextready.analysis.perplexity import parallel_scores, sequential_score
+from contextready.data.batches import Windows
+from contextready.data.prepare import Preparation, prepare
+from contextready.data.shards import Data
+from contextready.train.config import RunConfig, build_run
+from contextready.train.trainer import Trainer, multiplies_bf16
+
+VOCABULARY = 4096
+TOKENS = 128
+PASSES = 5
+
+
+def make_data(folder: Path, train_tokens: int, val_tokens: int) -> Path:
+    """Random ids as prepared data: speed does not depend on what they say."""
+    rng = np.random.default_rng(0)
+    for name, count in (("train", train_tokens), ("val", val_tokens)):
+        rng.integers(1, VOCABULARY, count).astype("<u2").tofile(folder / f"{name}.bin")
+    sources, val = [str(folder / "train.bin")], [str(folder / "val.bin")]
+    prepare(folder / "data", Preparation(sources, val, vocab_size=VOCABULARY, end_id=0))
+    return folder / "data"
+
+
+def settings(data: Path, out: Path, width: int, layers: int, **changes: object) -> RunConfig:
+    """A run of this shape at fp32."""
+    shape = {"vocab_size": VOCABULARY, "width": width, "layers": layers, "heads": width // 32}
+    run = {"data": str(data), "out": str(out), "block_size": TOKENS, "batch_size": 16, "lr": 1e-3, "precision": "fp32"}
+    return build_run(shape | run | changes)
+
+
+def bare_loop(config: RunConfig, data: Path):  # type: ignore[no-untyped-def]
+    """What one would write by hand: the same modules, batch, loss, clipping and optimizer, and nothing else."""
+    t = config.train
+    model = build_model(config.model)
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": t.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=t.lr,
+        betas=(t.beta1, t.beta2),
+        fused=True,
+    )
+    ids = np.memmap(data / "train-00000.bin", "<u2", "r")
+    rng = np.random.default_rng(0)
+
+    def step() -> None:
+        starts = rng.integers(len(ids) - TOKENS - 1, size=t.batch_size)
+        rows = torch.from_numpy(np.stack([ids[s : s + TOKENS + 1] for s in starts]).astype(np.int64))
+        loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), t.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def step_costs(data: Path, folder: Path, width: int, layers: int, rounds: int) -> dict[str, float]:
+    """Baseline against the bare loop, and K = 5 against its prediction, all taking turns."""
+    plain = settings(data, folder / "plain", width, layers, extra_ffn=True)
+    ready = settings(data, folder / "ready", width, layers, correction="add", passes=PASSES, k_min=None)
+    ours, theirs = Trainer(plain), bare_loop(plain, data)
+    many = Trainer(ready)
+    bare, step, k_pass = interleaved_medians([theirs, ours.step, many.step], rounds)
+    one, several = (account(c.model).macs_sequence(TOKENS, k) for c, k in ((plain, 1), (ready, PASSES)))
+    return {
+        "layers": layers,
+        "width": width,
+        "bare_tokens_per_s": plain.train.tokens_per_step / bare,
+        "our_tokens_per_s": plain.train.tokens_per_step / step,
+        "ours_over_bare": bare / step,
+        "k_pass_tokens_per_s": plain.train.tokens_per_step / k_pass,
+        "k_pass_time_ratio": k_pass / step,
+        "k_pass_predicted_ratio": several / one,
+        "k_pass_measured_over_predicted": (k_pass / step) / (several / one),
+    }
+
+
+def bf16_cost(data: Path, folder: Path, width: int, layers: int, rounds: int) -> dict[str, object]:
+    """The baseline's step in bf16 over fp32."""
+    full = settings(data, folder / "full", width, layers, extra_ffn=True)
+    half = dataclasses.replace(full, train=dataclasses.replace(full.train, precision="bf16", out=str(folder / "half")))
+    slow, fast = interleaved_medians([Trainer(full).step, Trainer(half).step], rounds, warmups=1)
+    return {
+        "native_bf16": multiplies_bf16(torch.device("cpu")),
+        "fp32_tokens_per_s": full.train.tokens_per_step / slow,
+        "bf16_tokens_per_s": full.train.tokens_per_step / fast,
+        "bf16_over_fp32": slow / fast,
+    }
+
+
+def sequential_cost(data: Path, config: RunConfig, tokens: int) -> dict[str, float]:
+    """Streaming evaluation of a whole validation set, in parallel passes over the same set."""
+    model = build_model(config.model).eval()
+    assert isinstance(model, ContextReady)
+    windows = Windows(Data(data, verify=()).row("val"), TOKENS)
+    count = tokens // TOKENS
+    sequential_score(model, windows, min(count, 512))
+    parallel_scores(model, windows, [1], min(count, 512))
+    before = time.perf_counter()
+    parallel_scores(model, windows, [1], count)
+    between = time.perf_counter()
+    sequential_score(model, windows, count)
+    after = time.perf_counter()
+    return {
+        "tokens": count * TOKENS,
+        "parallel_pass_s": between - before,
+        "sequential_s": after - between,
+        "sequential_tokens_per_s": count * TOKENS / (after - between),
+        "sequential_over_parallel_pass": (after - between) / (between - before),
+    }
+
+
+def main() -> None:
+    """Run all four and print them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one round, small: to see it run, not to measure")
+    quick = parser.parse_args().quick
+    torch.manual_seed(0)
+    shapes, rounds, tokens = ([(32, 1)], 1, 2048) if quick else ([(128, 1), (256, 1), (256, 4)], 15, 1 << 20)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        data = make_data(folder, max(tokens, 1 << 16), tokens + 1)
+        steps = [step_costs(data, folder / f"{width}-{layers}", width, layers, rounds) for width, layers in shapes]
+        for row in steps:
+            print(
+                f"N={row['layers']} C={row['width']}: {row['our_tokens_per_s']:,.0f} tokens/s, "
+                f"{row['ours_over_bare']:.3f} of the bare loop; K={PASSES} takes {row['k_pass_time_ratio']:.2f} ×, "
+                f"measured/predicted {row['k_pass_measured_over_predicted']:.3f}"
+            )
+        width, layers = shapes[0]
+        half = bf16_cost(data, folder / "bf16", width, layers, 1 if quick else 3)
+        print(f"bf16 runs at {half['bf16_over_fp32']:.2f} × fp32 (native: {half['native_bf16']})")
+        ready = settings(data, folder / "eval", width, layers, correction="add")
+        sequential = sequential_cost(data, ready, tokens)
+        print(
+            f"sequential evaluation of {sequential['tokens']:,} tokens takes "
+            f"{sequential['sequential_over_parallel_pass']:.2f} parallel passes "
+            f"({sequential['sequential_s']:.1f} s against {sequential['parallel_pass_s']:.1f} s)"
+        )
+    print(
+        json.dumps(
+            {
+                "benchmark": "train",
+                "threads": torch.get_num_threads(),
+                "torch": torch.__version__,
+                "steps": steps,
+                "bf16": half,
+                "sequential": sequential,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
