@@ -17,7 +17,13 @@ Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; bad input prints one sentence and returns 2."""
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and options.verb == "train" and all("=" in word and not word.startswith("-") for word in rest):
+        # argparse closes the list of settings at the first option: crt train mini-d1 --dry-run steps=5
+        options.settings, rest = options.settings + rest, []
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         code = options.run(options)
         sys.stdout.flush()

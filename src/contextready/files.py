@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +115,23 @@ def read_json(path: Path) -> Any:
         raise ContextReadyError(f"{path} cannot be read as JSON: {error}.") from None
 
 
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Strict JSON: a number that is not finite, which JSON does not know, becomes null."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
 def write_json(path: Path, value: Any) -> None:
     """Replace a JSON file in one step."""
     aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(json.dumps(value, indent=1))
+    aside.write_text(to_json(value, indent=1))
     _fsync(aside)
     aside.rename(path)
 

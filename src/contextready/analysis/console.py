@@ -1,6 +1,5 @@
 """`crt eval` and `crt plot`: evaluate and draw what is on disk."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from contextready.analysis.evaluate import CONVERGED, Evaluation, evaluate
 from contextready.analysis.perplexity import Score
 from contextready.data.shards import Data
 from contextready.errors import ContextReadyError
+from contextready.files import to_json
 from contextready.train.checkpoint import Checkpoint, open_checkpoint
 from contextready.train.trainer import find_device
 
@@ -58,7 +58,7 @@ def run_eval(
             {"run": str(run), "checkpoint": checkpoint.folder.name, "data": str(data.folder)} | one.as_record()
             for run, checkpoint, data, one in zip(runs, checkpoints, all_data, found, strict=True)
         ]
-        print(json.dumps({"evaluations": records}))
+        print(to_json({"evaluations": records}))
     else:
         print_evaluation([str(run) for run in runs], found)
 

@@ -106,6 +106,8 @@ def open_checkpoint(path: Path, best: bool = False) -> Checkpoint:
                     f"The run {path} has not been validated yet, so none of its checkpoints is best."
                 )
             folder = step_folder(path, step)
+    elif (path / "metrics.jsonl").is_file():
+        raise ContextReadyError(f"The run {path} has no checkpoint yet.")
     manifest = read_manifest(folder, FORMAT, "a run or checkpoint")
     check_sums(folder, manifest)
     return Checkpoint(folder, read_json(folder / "config.json"), _progress(folder))

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from contextready.errors import ContextReadyError
@@ -93,13 +94,14 @@ class TrainConfig:
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         _at_least("warmup", self.warmup, 0)
-        _at_least("seed", self.seed, 0)
+        if not 0 <= self.seed < 2**63:
+            raise ContextReadyError(f"seed={self.seed} is out of range; give a whole number from 0 to below 2**63.")
         for name in ("lr", "clip"):
-            if not getattr(self, name) > 0.0:
-                raise ContextReadyError(f"{name}={getattr(self, name)} must be above 0.")
-        for name in ("weight_decay", "min_lr", "beta1", "beta2"):
-            if not 0.0 <= getattr(self, name) < (float("inf") if name == "weight_decay" else 1.0 + (name == "min_lr")):
-                raise ContextReadyError(f"{name}={getattr(self, name)} is out of range; usual values are below 1.")
+            if not 0.0 < getattr(self, name) < inf:
+                raise ContextReadyError(f"{name}={getattr(self, name)} is out of range; it must be above 0 and finite.")
+        for name, most in (("weight_decay", inf), ("min_lr", 1.0), ("beta1", 0.9999999), ("beta2", 0.9999999)):
+            if not 0.0 <= getattr(self, name) <= most or getattr(self, name) == inf:
+                raise ContextReadyError(f"{name}={getattr(self, name)} is out of range; usual values are from 0 to 1.")
         _one_of("schedule", self.schedule, ("constant", "cosine"))
         _one_of("precision", self.precision, ("auto", "fp32", "bf16"))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from contextready.errors import ContextReadyError
 from contextready.extras import require
+from contextready.files import to_json
 from contextready.train.config import RunConfig
 
 FILE = "metrics.jsonl"
@@ -16,13 +17,16 @@ Record = dict[str, Any]
 
 
 class Metrics:
-    """The record of a run, from `start` on; what an interrupted process logged beyond it is dropped."""
+    """The record of a run that goes on after step `start`; what a killed process logged beyond it is dropped.
+
+    A run that begins afresh has no step behind it, not even step 0: its `start` is -1.
+    """
 
     def __init__(self, run: Path, config: RunConfig, start: int) -> None:
         self._path = run / FILE
         kept = [record for record in read_metrics(run) if record["step"] <= start] if self._path.exists() else []
         aside = run / f".{FILE}.partial"
-        aside.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        aside.write_text("".join(to_json(record) + "\n" for record in kept))
         aside.rename(self._path)
         self._file = self._path.open("a", buffering=1)
         self._board = self._wandb = None
@@ -45,7 +49,7 @@ class Metrics:
 
     def add(self, record: Record) -> None:
         """Write one record; `step` says when, and every other number is a curve."""
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write(to_json(record) + "\n")
         curves = {key: value for key, value in record.items() if key != "step" and isinstance(value, int | float)}
         if self._board is not None:
             for key, value in curves.items():
@@ -53,10 +57,13 @@ class Metrics:
         if self._wandb is not None:
             self._wandb.log(curves, step=record["step"])
 
-    def close(self) -> None:
-        """Force everything out."""
+    def sync(self) -> None:
+        """Force the records to disk, so that no checkpoint is ahead of them."""
         self._file.flush()
         os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Finish everything."""
         self._file.close()
         if self._board is not None:
             self._board.close()

@@ -12,9 +12,10 @@ from typing import Any
 
 from contextready.data.shards import Data
 from contextready.errors import ContextReadyError
+from contextready.model.correction import CORRECTIONS
 from contextready.reproduce.paper_models import PAPER_MODELS
 from contextready.settings import nearest, parse_assignments
-from contextready.train.checkpoint import open_checkpoint
+from contextready.train.checkpoint import newest_checkpoint, open_checkpoint
 from contextready.train.config import RunConfig, build_run
 
 FOLDER = Path(__file__).parent.parent / "recipes"
@@ -43,7 +44,7 @@ def load_recipe(name: str) -> Settings:
         if not Path(name).is_file():
             raise ContextReadyError(f"There is no recipe file {name}.")
         return {"out": f"runs/{Path(name).stem}"} | _read(Path(name))
-    if (FOLDER / f"{name}.yaml").is_file():
+    if "/" not in name and (FOLDER / f"{name}.yaml").is_file():
         return {"out": f"runs/{name}"} | _read(FOLDER / f"{name}.yaml")
     experiment, _, model = name.rpartition("/")
     for found, settings in paper_experiments().items():
@@ -66,17 +67,27 @@ def _paper_recipe(experiment: str, model: str, settings: Settings) -> Settings:
 
 def resolve(recipe: str, words: Sequence[str]) -> RunConfig:
     """A recipe and the `key=value` words after it as a checked run; what is left out comes from data and origin."""
-    given = parse_assignments(words)
-    settings = load_recipe(recipe) | given
-    converts = settings.get("init_from") not in (None, "none") and settings.get("correction") not in (None, "none")
-    if converts and "correction_init" not in settings:
-        origin = open_checkpoint(Path(settings["init_from"]))
-        if origin.model_config.correction is None:
-            # Converting keeps the function: the correction starts at zero unless something else is asked for.
-            settings["correction_init"] = "zero"
+    settings = load_recipe(recipe) | parse_assignments(words)
+    for key in ("data", "out", "init_from"):
+        # A path written as a number or a date in YAML is still a path.
+        if settings.get(key) is not None:
+            settings[key] = str(settings[key])
+    if "correction_init" not in settings and (begins := _correction_init(settings)) is not None:
+        settings["correction_init"] = begins
     if "vocab_size" not in settings and "data" in settings:
         settings["vocab_size"] = Data(Path(settings["data"]), verify=()).vocab_size
     return build_run(settings)
+
+
+def _correction_init(settings: Settings) -> str | None:
+    """How a correction begins where nothing is said: as in the run that goes on, or at zero on top of a transformer."""
+    begun = newest_checkpoint(Path(settings["out"]))
+    if begun is not None:
+        return open_checkpoint(begun).model_config.correction_init
+    start, kind = settings.get("init_from"), settings.get("correction")
+    if start is None or start.lower() == "none" or kind not in CORRECTIONS or not CORRECTIONS[kind].has_output_layer:
+        return None
+    return "zero" if open_checkpoint(Path(start)).model_config.correction is None else None
 
 
 def _read(path: Path) -> Settings:
@@ -86,6 +97,6 @@ def _read(path: Path) -> Settings:
         settings = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ContextReadyError(f"{path} is not YAML: {' '.join(str(error).split())}.") from None
-    if not isinstance(settings, dict):
+    if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
         raise ContextReadyError(f"{path} holds no settings; write one key: value a line.")
     return settings

@@ -104,7 +104,9 @@ class Trainer:
                 raise ContextReadyError(
                     f"{newest} was trained on other data than {self.data.folder}; give the same, or another out=."
                 )
-            return checkpoints.restore(saved, self.model, self.optimizer)
+            progress = checkpoints.restore(saved, self.model, self.optimizer)
+            write_json(self.folder / "config.json", self.config.as_dict())
+            return progress
         if origin is not None:
             load_origin(self.model, checkpoints.open_checkpoint(Path(origin)), self.data)
         write_json(self.folder / "config.json", self.config.as_dict())
@@ -112,32 +114,37 @@ class Trainer:
 
     def run(self, interrupts: "Interrupts") -> Result:
         """Make the steps that are left."""
-        t, p = self.config.train, self.progress
-        metrics = Metrics(self.folder, self.config, p.step)
-        val_loss = None
         if self.display is not None:
-            self.display.start(self.config, p.step, self._describe())
+            self.display.start(self.config, self.progress.step, self._describe())
         try:
             saved = checkpoints.newest_checkpoint(self.folder)
-            if p.step == 0 and saved is None:
-                val_loss = self._validate(metrics)
-            while p.step < t.steps and interrupts.received is None:
-                record = self.step(saved)
-                if p.step % t.log_every == 0 or p.step == t.steps:
-                    metrics.add(record)
-                if self.display is not None:
-                    self.display.update(record)
-                best = p.best_step
-                if p.step % t.eval_every == 0 or p.step == t.steps:
-                    val_loss = self._validate(metrics)
-                if p.step % t.save_every == 0 or p.step == t.steps or p.best_step != best:
-                    saved = self._save()
-            if saved is None or saved != checkpoints.step_folder(self.folder, p.step):
-                saved = self._save()
+            metrics = Metrics(self.folder, self.config, -1 if saved is None else self.progress.step)
+            try:
+                return self._run(interrupts, metrics, saved)
+            finally:
+                metrics.close()
         finally:
-            metrics.close()
             if self.display is not None:
                 self.display.stop()
+
+    def _run(self, interrupts: "Interrupts", metrics: Metrics, saved: Path | None) -> Result:
+        t, p = self.config.train, self.progress
+        val_loss = self._validate(metrics) if saved is None else None
+        while p.step < t.steps and interrupts.received is None:
+            record = self.step(saved)
+            last = p.step == t.steps
+            if p.step % t.log_every == 0 or last:
+                metrics.add(record)
+            if self.display is not None:
+                self.display.update(record)
+            best = p.best_step
+            if p.step % t.eval_every == 0 or last:
+                val_loss = self._validate(metrics)
+            if p.step % t.save_every == 0 or last or p.best_step != best:
+                saved = self._save(metrics, saved)
+        if saved != checkpoints.step_folder(self.folder, p.step):
+            saved = self._save(metrics, saved)
+        assert saved is not None
         return Result(self.folder, saved, p.step, val_loss, interrupts.received if p.step < t.steps else None)
 
     def step(self, last_checkpoint: Path | None = None) -> Record:
@@ -148,7 +155,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         losses, residual = [], None
-        measure = (p.step + 1) % t.log_every == 0
+        measure = (p.step + 1) % t.log_every == 0 or p.step + 1 == t.steps
         for part in range(t.accumulate):
             inputs_BT, targets_BT = self.batches.read(p.sequences + part * t.batch_size, t.batch_size)
             with self._autocast():
@@ -159,7 +166,8 @@ class Trainer:
         total = float(torch.stack(losses).mean())
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), t.clip))
         if not isfinite(total) or not isfinite(norm):
-            self._refuse(total, norm, last_checkpoint)
+            what = f"the loss is {total}" if not isfinite(total) else f"the gradient's norm is {norm}"
+            raise self._diverged(what, "training stopped before the update", last_checkpoint)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         p.step += 1
@@ -194,7 +202,11 @@ class Trainer:
             self.display.update(record)
         return score.loss
 
-    def _save(self) -> Path:
+    def _save(self, metrics: Metrics, last_checkpoint: Path | None) -> Path:
+        """Write a checkpoint, unless the last update has left the weights not finite."""
+        if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
+            raise self._diverged("a weight is not finite", "nothing was saved", last_checkpoint)
+        metrics.sync()
         return checkpoints.save_checkpoint(
             self.folder,
             self.config.as_dict(),
@@ -205,12 +217,10 @@ class Trainer:
             self.config.train.keep,
         )
 
-    def _refuse(self, loss: float, norm: float, last_checkpoint: Path | None) -> None:
-        what = f"loss is {loss}" if not isfinite(loss) else f"gradient's norm is {norm}"
+    def _diverged(self, what: str, done: str, last_checkpoint: Path | None) -> ContextReadyError:
         good = "no checkpoint was written yet" if last_checkpoint is None else f"the last good one is {last_checkpoint}"
-        raise ContextReadyError(
-            f"The {what} at step {self.progress.step}: training stopped before the update and {good}; "
-            "try a lower lr, more warmup or precision=fp32."
+        return ContextReadyError(
+            f"At step {self.progress.step} {what}: {done} and {good}; try a lower lr, more warmup or precision=fp32."
         )
 
     def _standing(self) -> Record:
@@ -281,7 +291,7 @@ def find_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError):
         raise ContextReadyError(f"device={name} is not to be had here; give cpu, cuda, mps or auto.") from None
     return device

@@ -1,0 +1,150 @@
+"""A tiny corpus, tiny runs, and the command as a real process."""
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+from contextready.data.prepare import Preparation, prepare
+from contextready.files import describe_file
+from contextready.train.config import build_run
+from contextready.train.metrics import read_metrics
+from contextready.train.trainer import Interrupts, Trainer, train
+
+WORDS = ("river", "stone", "light", "under", "small", "green", "walks", "seven", "often", "names", "holds", "water")
+
+TINY = {
+    "vocab_size": 300,
+    "width": 16,
+    "layers": 1,
+    "heads": 2,
+    "block_size": 16,
+    "batch_size": 4,
+    "steps": 12,
+    "passes": 3,
+    "warmup": 4,
+    "lr": 1e-2,
+    "eval_every": 4,
+    "eval_tokens": 256,
+    "save_every": 4,
+    "keep": 2,
+    "log_every": 2,
+    "precision": "fp32",
+    "device": "cpu",
+    "correction": "add",
+}
+
+
+def write_corpus(folder, seed=0, documents=120):
+    """Text files with a little structure, so that there is something to learn."""
+    folder.mkdir(parents=True)
+    chooser = random.Random(seed)
+    for number in range(documents):
+        words = [WORDS[chooser.randrange(len(WORDS))] for _ in range(60)]
+        (folder / f"{number:03d}.txt").write_text(" ".join(words) + ".")
+    return folder
+
+
+def make_data(folder, seed=0, vocab_size=300, tokenizer=None):
+    """Prepared data of the tiny corpus; the same folder content for the same seed."""
+    if not (folder / "data").exists():
+        texts = write_corpus(folder / "texts", seed)
+        size = None if tokenizer else vocab_size
+        prepare(folder / "data", Preparation([str(texts)], [], 0.2, size, tokenizer=tokenizer))
+    return folder / "data"
+
+
+def tiny(data, out, **changes):
+    """A checked tiny run."""
+    settings = TINY | {"data": str(data), "out": str(out)} | changes
+    if settings["correction"] is None:
+        settings = {key: value for key, value in settings.items() if key not in ("passes", "k_min")}
+    return build_run(settings)
+
+
+def run(data, out, **changes):
+    return train(tiny(data, out, **changes))
+
+
+def trainer(data, out, **changes):
+    """A trainer in this process, without its lock and signals."""
+    out.mkdir(parents=True, exist_ok=True)
+    return Trainer(tiny(data, out, **changes))
+
+
+def no_interrupts():
+    return Interrupts()
+
+
+def words(data, out, **changes):
+    """The same tiny run as words of the command, to follow a recipe file."""
+    settings = TINY | {"data": data, "out": out} | changes
+    if settings["correction"] is None:
+        settings = {key: value for key, value in settings.items() if key not in ("passes", "k_min")}
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def recipe_file(folder):
+    """A recipe that sets nothing that matters."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "mine.yaml"
+    path.write_text("seed: 0\n")
+    return str(path)
+
+
+def start(*arguments, **options):
+    """`crt` as a process of its own, with one thread."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "400", "NO_COLOR": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "contextready.cli", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        **options,
+    )
+
+
+def finish(*arguments):
+    """Run `crt` to its end: exit code, output, errors."""
+    process = start(*arguments)
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def metrics(run_folder):
+    """Every record but its wall-clock time, as text, so that NaN equals itself."""
+    records = [{key: value for key, value in r.items() if key != "seconds"} for r in read_metrics(Path(run_folder))]
+    return [json.dumps(record) for record in records]
+
+
+def kept_steps(run_folder):
+    return sorted(int(path.name[5:]) for path in (Path(run_folder) / "checkpoints").iterdir())
+
+
+def sums(checkpoint):
+    """SHA-256 of the two files that say everything about where training stands."""
+    names = ("model.safetensors", "optimizer.safetensors")
+    return [hashlib.sha256((Path(checkpoint) / name).read_bytes()).hexdigest() for name in names]
+
+
+def describe_again(checkpoint, name):
+    """Make the manifest true again after a file was edited on purpose."""
+    path = Path(checkpoint) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"][name] = describe_file(Path(checkpoint) / name)
+    path.write_text(json.dumps(manifest))
+
+
+def change_weights(checkpoint, change):
+    """Edit the weights of a checkpoint on disk; `change` gets the tensors by name."""
+    from safetensors.torch import load_file, save_file
+
+    file = Path(checkpoint) / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    change(tensors)
+    save_file(tensors, file)
+    describe_again(checkpoint, "model.safetensors")
