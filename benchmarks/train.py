@@ -26,8 +26,9 @@ from contextready.analysis.perplexity import parallel_scores, sequential_score
 from contextready.data.batches import Windows
 from contextready.data.prepare import Preparation, prepare
 from contextready.data.shards import Data
+from contextready.device import multiplies_bf16
 from contextready.train.config import RunConfig, build_run
-from contextready.train.trainer import Trainer, multiplies_bf16
+from contextready.train.trainer import Trainer
 
 VOCABULARY = 4096
 TOKENS = 128
@@ -47,7 +48,8 @@ def make_data(folder: Path, train_tokens: int, val_tokens: int) -> Path:
 def settings(data: Path, out: Path, width: int, layers: int, **changes: object) -> RunConfig:
     """A run of this shape at fp32."""
     shape = {"vocab_size": VOCABULARY, "width": width, "layers": layers, "heads": width // 32}
-    run = {"data": str(data), "out": str(out), "block_size": TOKENS, "batch_size": 16, "lr": 1e-3, "precision": "fp32"}
+    run = {"data": str(data), "out": str(out), "block_size": TOKENS, "batch_size": 16, "lr": 1e-3}
+    run |= {"precision": "fp32", "device": "cpu"}
     return build_run(shape | run | changes)
 
 

@@ -2,26 +2,23 @@
 
 from math import exp
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from contextready.analysis.console import print_evaluation
 from contextready.analysis.curves import Curve, crossover, draw, read_curve, short
-from contextready.analysis.evaluate import Evaluation, evaluate
+from contextready.analysis.evaluate import Evaluation, evaluate_checkpoint
 from contextready.data.console import run_prepare
 from contextready.data.prepare import Preparation
 from contextready.data.shards import Data
 from contextready.data.tokenizer import Tokenizer
+from contextready.device import find_device
 from contextready.errors import ContextReadyError
 from contextready.model.context_ready import ContextReady
 from contextready.train.checkpoint import open_checkpoint
 from contextready.train.display import ConsoleDisplay
 from contextready.train.recipes import resolve
 from contextready.train.trainer import train
-
-if TYPE_CHECKING:
-    pass
 
 VOCABULARY = 1024
 VALIDATION = 0.05
@@ -45,11 +42,9 @@ def run_demo(out: Path, steps: int | None = None) -> int:
             console.print("Stopped; the same command goes on from here.")
             return 128 + result.stopped_by
 
-    data, found, models = Data(folder, verify=["val"]), {}, {}
-    for name in RECIPES:
-        checkpoint = open_checkpoint(out / name)
-        models[name] = checkpoint.model()
-        found[name] = evaluate(models[name], data, checkpoint.config["train"]["block_size"])
+    data, device = Data(folder, verify=["val"]), find_device("auto")
+    trained = {name: open_checkpoint(out / name) for name in RECIPES}
+    found = {name: evaluate_checkpoint(checkpoint, data, device) for name, checkpoint in trained.items()}
     print_evaluation(list(found), list(found.values()))
 
     plain, ready = (read_curve(out / name) for name in ("transformer", "context-ready"))
@@ -63,7 +58,7 @@ def run_demo(out: Path, steps: int | None = None) -> int:
     except ContextReadyError as error:
         console.print(f"No picture: {error}\n")
 
-    model, tokenizer = models["context-ready"], data.tokenizer()
+    model, tokenizer = trained["context-ready"].model(), data.tokenizer()
     assert isinstance(model, ContextReady)
     assert tokenizer is not None
     console.print("A sample, streamed exactly, one pass per token:\n")

@@ -30,10 +30,10 @@ def staged_folder(target: Path) -> Iterator[Path]:
     try:
         yield staging
         for path in staging.iterdir():
-            _fsync(path)
-        _fsync(staging)
+            fsync(path)
+        fsync(staging)
         staging.rename(target)
-        _fsync(target.parent)
+        fsync(target.parent)
     except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
         if is_disk_full(error):
@@ -132,7 +132,7 @@ def write_json(path: Path, value: Any) -> None:
     """Replace a JSON file in one step."""
     aside = path.with_name(f".{path.name}.partial")
     aside.write_text(to_json(value, indent=1))
-    _fsync(aside)
+    fsync(aside)
     aside.rename(path)
 
 
@@ -148,7 +148,8 @@ def locked(lock: Path, doing: str) -> Iterator[None]:
         yield
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Force a file or folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

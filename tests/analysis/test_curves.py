@@ -35,6 +35,11 @@ def test_curves_that_never_cross():
     assert crossover(curve("a", [8.0, 5.0, 4.0]), curve("b", [8.0, 4.0, 3.0])) is None
 
 
+def test_curves_that_touch_at_a_validation_cross_there():
+    cross = crossover(curve("a", [5.0, 4.0, 3.0]), curve("b", [4.0, 4.0, 4.0]))
+    assert (cross.below, cross.x) == ("a", pytest.approx(2.0))
+
+
 def test_of_several_crossings_the_last_counts():
     cross = crossover(curve("a", [1.0, 3.0, 1.0, 3.0]), curve("b", [2.0, 2.0, 2.0, 2.0]))
     assert (cross.below, cross.x) == ("b", pytest.approx(3.5))
@@ -81,6 +86,17 @@ def test_plot_draws_and_prints_the_crossing(runs, ending, capsys):
         assert out.read_bytes().startswith(b"\x89PNG")
     else:
         assert ElementTree.fromstring(out.read_text()).tag.endswith("svg")
+
+
+def test_runs_of_one_name_are_told_apart_and_pairs_that_do_not_cross_are_said(runs, capsys):
+    (runs / "more").mkdir()
+    (runs / "ready").rename(runs / "more" / "plain")
+    with (runs / "plain" / "metrics.jsonl").open("w") as file:
+        for i, value in enumerate([8.0, 7.0, 6.5, None]):
+            file.write(json.dumps({"step": i, "tokens": 1000 * i, "val_loss": value}) + "\n")
+    assert main(["plot", str(runs / "plain"), str(runs / "more" / "plain"), "--out", str(runs / "x.png")]) == 0
+    out = capsys.readouterr().out
+    assert f"{runs / 'more' / 'plain'} and {runs / 'plain'} do not cross; {runs / 'more' / 'plain'} ends below" in out
 
 
 def test_bad_plots_are_one_sentence(runs, capsys):

@@ -83,7 +83,7 @@ def test_a_score_in_figures():
     assert score.perplexity == pytest.approx(exp(2.4))
     assert score.loss_error == pytest.approx(np.std(nll, ddof=1) / 2)
     assert score.perplexity_error == pytest.approx(exp(2.4) * score.loss_error)
-    assert score.bits_per_byte(4.0) == pytest.approx(2.4 / log(2) / 4)
+    assert score.bits_per_byte(4.0) == pytest.approx((2.4 / log(2) / 4, score.loss_error / log(2) / 4))
     assert np.isnan(Score(nll[:1]).loss_error)
 
 
@@ -99,6 +99,14 @@ def test_the_error_covers_the_truth_as_often_as_it_should():
     draws = np.random.default_rng(1).normal(2.0, 0.3, (2000, 50))
     inside = [abs(Score(nll).loss - 2.0) < Score(nll).loss_error for nll in draws]
     assert 0.63 < np.mean(inside) < 0.72
+
+
+def test_large_states_stream_in_fewer_rows(monkeypatch):
+    model, told = contractive_model(), []
+    whole = sequential_score(model, windows())
+    monkeypatch.setattr(perplexity, "SEQUENTIAL_BYTES", 1)
+    np.testing.assert_allclose(sequential_score(model, windows(), advance=told.append).nll_W, whole.nll_W, rtol=1e-10)
+    assert told == [T] * 5
 
 
 def test_evaluation_leaves_no_gradient_and_the_mode_alone():

@@ -7,7 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_helpers import TINY, change_weights, kept_steps, metrics, recipe_file, run, sums, tiny, trainer, words
+from train_helpers import (
+    TINY,
+    change_weights,
+    describe_again,
+    kept_steps,
+    metrics,
+    recipe_file,
+    run,
+    sums,
+    tiny,
+    trainer,
+    words,
+)
 
 import contextready
 from contextready.cli import main
@@ -71,12 +83,12 @@ def test_the_newest_and_the_best_stay(data, tmp_path):
     for step in range(1, 8):
         best = 2 if step >= 2 else None
         progress = Progress(step=step, best_step=best, best_loss=1.0)
-        save_checkpoint(at.folder, at.config.as_dict(), progress, at.model, at.optimizer, data, keep=2)
+        save_checkpoint(at.folder, at.config.as_dict(), progress, at.model, at.optimizer, at.device, data, keep=2)
     assert kept_steps(at.folder) == [2, 6, 7]
     assert open_checkpoint(at.folder).progress.step == 7
     assert open_checkpoint(at.folder, best=True).progress.step == 2
     progress = Progress(step=8, best_step=8, best_loss=0.5)
-    save_checkpoint(at.folder, at.config.as_dict(), progress, at.model, at.optimizer, data, keep=1)
+    save_checkpoint(at.folder, at.config.as_dict(), progress, at.model, at.optimizer, at.device, data, keep=1)
     assert kept_steps(at.folder) == [8]
 
 
@@ -94,7 +106,7 @@ def test_a_run_without_validation_has_no_best(data, tmp_path):
     at = trainer(data, tmp_path / "run")
     with pytest.raises(ContextReadyError, match="has no manifest"):
         open_checkpoint(at.folder)
-    save_checkpoint(at.folder, at.config.as_dict(), Progress(step=1), at.model, at.optimizer, data, keep=1)
+    save_checkpoint(at.folder, at.config.as_dict(), Progress(step=1), at.model, at.optimizer, at.device, data, keep=1)
     with pytest.raises(ContextReadyError, match="has not been validated yet"):
         open_checkpoint(at.folder, best=True)
     with pytest.raises(ContextReadyError, match="no run or checkpoint at"):
@@ -196,7 +208,30 @@ def test_weights_of_another_model_are_refused(data, copy):
 
 
 def test_changes_of_how_to_report_are_allowed(data, copy):
-    assert run(data, copy, steps=10, eval_every=3, save_every=1, keep=1, log_every=5, eval_tokens=64).step == 10
+    assert run(data, copy, steps=10, eval_every=3, save_every=1, keep=1, log_every=5).step == 10
+
+
+def test_a_cosine_cannot_be_made_longer(data, tmp_path):
+    run(data, tmp_path / "run", schedule="cosine", steps=4)
+    with pytest.raises(ContextReadyError, match="trained with steps=4, and steps=8 is asked for"):
+        run(data, tmp_path / "run", schedule="cosine", steps=8)
+
+
+def test_a_run_goes_on_in_the_precision_it_began_with(data, tmp_path, monkeypatch):
+    monkeypatch.setattr("contextready.train.trainer.multiplies_bf16", lambda _: True)
+    run(data, tmp_path / "run", precision="auto", steps=2)
+    monkeypatch.setattr("contextready.train.trainer.multiplies_bf16", lambda _: False)
+    assert open_checkpoint(tmp_path / "run").progress.precision == "bf16"
+    assert trainer(data, tmp_path / "run", precision="auto", steps=4).bf16
+
+
+def test_a_setting_younger_than_the_checkpoint_had_its_default(data, copy):
+    folder = newest_checkpoint(copy)
+    config = json.loads((folder / "config.json").read_text())
+    del config["train"]["checkpoint_passes"]
+    (folder / "config.json").write_text(json.dumps(config))
+    describe_again(folder, "config.json")
+    assert run(data, copy, steps=9).step == 9
 
 
 def test_a_converted_transformer_starts_as_itself(data, transformer, tmp_path):
@@ -239,6 +274,8 @@ def test_an_origin_that_does_not_fit_is_refused(data, other_tokens, trained, tra
         run(data, tmp_path / "back", correction=None, init_from=str(trained))
     with pytest.raises(ContextReadyError, match="with another tokenizer"):
         run(other_tokens, tmp_path / "other", init_from=str(transformer))
+    with pytest.raises(ContextReadyError, match="trained with heads=2, not 4; set heads=2"):
+        run(data, tmp_path / "heads", heads=4, init_from=str(transformer))
     with pytest.raises(ContextReadyError, match="no run or checkpoint"):
         run(data, tmp_path / "none", init_from=str(tmp_path / "nowhere"))
 

@@ -12,7 +12,7 @@ from contextready.errors import ContextReadyError
 from contextready.model.accounting import account
 from contextready.model.build import build_model
 from contextready.reproduce.paper_models import PAPER_MODELS
-from contextready.train.config import MODEL_KEYS, TRAIN_KEYS, TrainConfig
+from contextready.train.config import MODEL_KEYS, TRAIN_KEYS, TrainConfig, build_run
 from contextready.train.recipes import load_recipe, paper_experiments, recipe_names, resolve
 
 SMALL = ("demo-d1", "demo-n1-ffn", "mini-d1", "mini-finetune", "mini-n1", "mini-n1-ffn")
@@ -193,6 +193,33 @@ def test_none_is_none_in_capitals_too(data):
 def test_an_experiments_path_is_no_recipe():
     with pytest.raises(ContextReadyError, match="There is no recipe 'paper/main-85m'"):
         resolve("paper/main-85m", ["vocab_size=300"])
+
+
+def test_the_pointer_models_are_not_for_text():
+    with pytest.raises(ContextReadyError, match="learns pointer chasing, not text"):
+        resolve("pointer-n1-c256", [])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("owt-d5-c1120", (64, 256, 100_000, 5, 2)),
+        ("owt-d6-c2048", (32, 256, 200_000, 5, 2)),
+        ("owt-d12-c1024", (32, 256, 200_000, 5, 2)),
+        ("owt-d1-c2048", (16, 1024, 110_000, 10, None)),
+        ("k10-random/owt-d1-c2048", (16, 1024, 135_000, 10, 2)),
+        ("finetune/owt-d24-c1024", (32, 256, 18_000, 5, 2)),
+        ("finetune/owt-d12-c1408", (32, 256, 200_000, 5, 2)),
+        ("token-matched/owt-d2-c1024", (1024, 64, 17_181, 5, 2)),
+        ("width/owt-d2-c256", (1024, 64, 5640, 5, 2)),
+        ("wiki-d3-c446", (64, 256, 100_000, 5, 2)),
+        ("wiki-d1-c50", (64, 256, 100_000, 10, 2)),
+    ],
+)
+def test_recipes_have_the_papers_hyperparameters(name, expected):
+    t = build_run(load_recipe(name)).train
+    assert (t.sequences_per_step, t.block_size, t.steps, t.passes, t.k_min) == expected
+    assert (t.lr, t.clip, t.schedule) == (2e-4, 1.0, "constant")
 
 
 def test_list_names_every_recipe(capsys, monkeypatch):

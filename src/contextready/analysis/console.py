@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 
 from contextready.analysis.curves import AXES, draw, read_curve, short
-from contextready.analysis.evaluate import CONVERGED, Evaluation, evaluate
+from contextready.analysis.evaluate import Evaluation, evaluate_checkpoint
 from contextready.analysis.perplexity import Score
 from contextready.data.shards import Data
+from contextready.device import find_device
 from contextready.errors import ContextReadyError
 from contextready.files import to_json
 from contextready.train.checkpoint import Checkpoint, open_checkpoint
-from contextready.train.trainer import find_device
 
 
 def run_eval(
@@ -38,19 +38,18 @@ def run_eval(
     console = Console(stderr=True)
     found = []
     for run, checkpoint, data in zip(runs, checkpoints, all_data, strict=True):
-        trained_passes = checkpoint.config["train"]["passes"]
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task(str(run), total=None)
             found.append(
-                evaluate(
-                    checkpoint.model().to(where),
+                evaluate_checkpoint(
+                    checkpoint,
                     data,
-                    block_size or checkpoint.config["train"]["block_size"],
+                    where,
+                    block_size,
                     passes=wanted,
-                    corrections=max(2, trained_passes) if trained_passes > 1 else CONVERGED,
                     sequential=sequential,
                     tokens=tokens,
-                    advance=lambda done, of, bar=bar, task=task: bar.update(task, total=of, advance=done),  # type: ignore[misc]
+                    advance=lambda done, of, bar=bar, task=task: bar.update(task, total=of, advance=done),
                 )
             )
     if as_json:
@@ -80,6 +79,11 @@ def _data_of(checkpoint: Checkpoint, folder: Path | None) -> Data:
             f"The data {data.folder} was made with another tokenizer than the model {checkpoint.folder}; prepare it "
             f"again with crt data prepare --tokenizer {checkpoint.folder}."
         )
+    if data.vocab_size > checkpoint.model_config.vocab_size:
+        raise ContextReadyError(
+            f"The data {data.folder} has {data.vocab_size:,} kinds of tokens and the model "
+            f"{checkpoint.folder} knows {checkpoint.model_config.vocab_size:,}; evaluate it on its own data."
+        )
     return data
 
 
@@ -91,7 +95,7 @@ def print_evaluation(names: Sequence[str], found: Sequence[Evaluation]) -> None:
     from rich.text import Text
 
     table = Table(box=box.SIMPLE)
-    table.add_column("perplexity", no_wrap=True)
+    table.add_column("perplexity (bits per byte)", no_wrap=True)
     for name in names:
         table.add_column(Text(name), justify="right", overflow="fold")
 
@@ -100,9 +104,8 @@ def print_evaluation(names: Sequence[str], found: Sequence[Evaluation]) -> None:
             table.add_row(label, *cells)
 
     for k in sorted({k for one in found for k in one.parallel}):
-        add(f"parallel K={k}", [_score(one.parallel.get(k)) for one in found])
-    add("sequential", [_score(one.sequential) for one in found])
-    add("bits per byte", [_bits(one) for one in found])
+        add(f"parallel K={k}", [_score(one, one.parallel.get(k)) for one in found])
+    add("sequential", [_score(one, one.sequential) for one in found])
     add("Corr.: K=1 less K=5", [_gap(one.correction, 2) for one in found])
     add("sequential less largest K", [_gap(one.sequential_gap, 4) for one in found])
     add("L̂, any position", ["" if one.rate is None else f"{one.rate:.2f}" for one in found])
@@ -111,13 +114,11 @@ def print_evaluation(names: Sequence[str], found: Sequence[Evaluation]) -> None:
     Console(highlight=False).print(table)
 
 
-def _score(score: Score | None) -> str:
-    return "" if score is None else f"{score.perplexity:.2f} ± {score.perplexity_error:.2f}"
-
-
-def _bits(one: Evaluation) -> str:
-    final = one.sequential or one.parallel[max(one.parallel)]
-    return "" if one.bytes_per_token is None else f"{final.bits_per_byte(one.bytes_per_token):.4f}"
+def _score(one: Evaluation, score: Score | None) -> str:
+    if score is None:
+        return ""
+    bits = "" if one.bytes_per_token is None else f" ({score.bits_per_byte(one.bytes_per_token)[0]:.4f})"
+    return f"{score.perplexity:.2f} ± {score.perplexity_error:.2f}{bits}"
 
 
 def _gap(gap: tuple[float, float] | None, digits: int) -> str:
@@ -126,8 +127,18 @@ def _gap(gap: tuple[float, float] | None, digits: int) -> str:
 
 def run_plot(runs: Sequence[Path], out: Path, axis: str, title: str | None) -> None:
     """Draw and print where the curves cross."""
-    for cross in draw([read_curve(run, axis) for run in runs], out, axis, title):
+    names = [run.name for run in runs]
+    curves = [read_curve(run, axis, run.name if names.count(run.name) == 1 else str(run)) for run in runs]
+    found = draw(curves, out, axis, title)
+    for cross in found:
         print(
             f"{cross.below} passes {cross.above} at {short(cross.x)} {AXES[axis]}, perplexity {np.exp(cross.loss):.1f}"
         )
+    crossed = {frozenset((cross.below, cross.above)) for cross in found}
+    for i, one in enumerate(curves):
+        for other in curves[i + 1 :]:
+            if frozenset((one.name, other.name)) not in crossed:
+                end = min(one.x[-1], other.x[-1])
+                below, above = sorted((one, other), key=lambda curve: curve.at(end))
+                print(f"{below.name} and {above.name} do not cross; {below.name} ends below")
     print(f"Drawn: {out}")

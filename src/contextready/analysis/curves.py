@@ -42,16 +42,16 @@ class Crossover:
     loss: float
 
 
-def read_curve(run: Path, axis: str = "tokens") -> Curve:
-    """The validation curve of a run."""
+def read_curve(run: Path, axis: str = "tokens", name: str | None = None) -> Curve:
+    """The validation curve of a run, named as its folder unless told otherwise."""
     if axis not in AXES:
         raise ContextReadyError(f"There is no axis '{axis}'; choose one of: {', '.join(AXES)}.")
     key = "step" if axis == "steps" else axis
-    records = [r for r in read_metrics(run) if "val_loss" in r]
+    records = [r for r in read_metrics(run) if r.get("val_loss") is not None]
     if len(records) < 2:
         raise ContextReadyError(f"The run {run} has been validated less than twice, so there is no curve yet.")
     x = np.array([r[key] for r in records], float)
-    return Curve(run.name, x, np.array([r["val_loss"] for r in records]))
+    return Curve(name or run.name, x, np.array([r["val_loss"] for r in records]))
 
 
 def crossover(one: Curve, other: Curve) -> Crossover | None:
@@ -61,8 +61,9 @@ def crossover(one: Curve, other: Curve) -> Crossover | None:
     grid = np.unique(np.concatenate((one.x, other.x)))
     grid = grid[(grid >= begin) & (grid <= end)]
     difference = np.interp(grid, one.x, one.loss) - np.interp(grid, other.x, other.loss)
+    grid, difference = grid[difference != 0], difference[difference != 0]
     signs = np.sign(difference)
-    changes = [i for i in range(1, len(grid)) if signs[i] and signs[i - 1] and signs[i] != signs[i - 1]]
+    changes = [i for i in range(1, len(grid)) if signs[i] != signs[i - 1]]
     if not changes:
         return None
     i = changes[-1]

@@ -13,6 +13,7 @@ from contextready.data.shards import Data
 from contextready.errors import ContextReadyError
 from contextready.model.context_ready import ContextReady
 from contextready.model.transformer import Transformer
+from contextready.train.checkpoint import Checkpoint
 
 PASSES = (1, 2, 3, 5, 10)
 CONVERGED = 5
@@ -61,8 +62,11 @@ class Evaluation:
                 "loss_error": s.loss_error,
                 "perplexity": s.perplexity,
                 "perplexity_error": s.perplexity_error,
-                "bits_per_byte": None if self.bytes_per_token is None else s.bits_per_byte(self.bytes_per_token),
-            }
+            } | bits(s)
+
+        def bits(s: Score) -> dict[str, Any]:
+            value, error = (None, None) if self.bytes_per_token is None else s.bits_per_byte(self.bytes_per_token)
+            return {"bits_per_byte": value, "bits_per_byte_error": error}
 
         return {
             "tokens": self.tokens,
@@ -91,8 +95,9 @@ def evaluate(
 ) -> Evaluation:
     """Score the validation split in windows of `block_size` (all of it, or the first `tokens`).
 
-    Every token but the first is predicted once. Windows start afresh, in parallel and in streaming alike. L̂ is
-    taken at correction number `corrections` over the first windows.
+    Every token but the first is predicted once; what is left over after the last whole window is left out. Windows
+    start afresh, in parallel and in streaming alike. L̂ is taken at correction number `corrections` over the first
+    windows.
     """
     if not passes or min(passes) < 1:
         raise ContextReadyError("Give the numbers of passes to evaluate, each at least 1, for example 1,2,5.")
@@ -127,6 +132,16 @@ def evaluate(
         norm_rate=None if rates is None else rates[1],
         rate_corrections=None if rates is None else corrections,
     )
+
+
+def evaluate_checkpoint(
+    checkpoint: Checkpoint, data: Data, device: torch.device, block_size: int | None = None, **options: Any
+) -> Evaluation:
+    """Evaluate a trained model at its own block size, with L̂ at the K it was trained with."""
+    trained = checkpoint.config["train"]
+    corrections = trained["passes"] if trained["passes"] > 1 else CONVERGED
+    model = checkpoint.model().to(device)
+    return evaluate(model, data, block_size or trained["block_size"], corrections=corrections, **options)
 
 
 def _rates(model: ContextReady, windows: Windows, corrections: int) -> tuple[float, float]:

@@ -18,6 +18,8 @@ PARALLEL_TOKENS = 1 << 14
 """Tokens in a batch of parallel passes."""
 SEQUENTIAL_ROWS = 512
 """Windows that stream side by side: a step is a product with as many rows, so the weights are read seldom."""
+SEQUENTIAL_BYTES = 1 << 30
+"""… or fewer, where their states would take more than this."""
 LOGITS_AT_ONCE = 1 << 25
 
 
@@ -47,9 +49,10 @@ class Score:
         """Standard error of the perplexity."""
         return self.perplexity * self.loss_error
 
-    def bits_per_byte(self, bytes_per_token: float) -> float:
-        """Bits to code a byte of text."""
-        return self.loss / log(2.0) / bytes_per_token
+    def bits_per_byte(self, bytes_per_token: float) -> tuple[float, float]:
+        """Bits to code a byte of text, and the standard error of that."""
+        scale = log(2.0) * bytes_per_token
+        return self.loss / scale, self.loss_error / scale
 
     def perplexity_above(self, other: "Score") -> tuple[float, float]:
         """How much higher this perplexity is than another on the same windows, and the standard error of that."""
@@ -96,7 +99,9 @@ def sequential_score(
 ) -> Score:
     """Score the first `count` windows as streaming computes them: one token after the other, many windows at once."""
     found = []
-    for inputs_BT, targets_BT in _batches(model, windows, count, SEQUENTIAL_ROWS):
+    one_row = _state_bytes(model, windows.block_size)
+    rows = max(1, min(SEQUENTIAL_ROWS, SEQUENTIAL_BYTES // one_row))
+    for inputs_BT, targets_BT in _batches(model, windows, count, rows):
         z_BTC, _ = model.read(model.backbone.embed(inputs_BT), model.init_state(len(inputs_BT)))
         found.append(window_nll(model, z_BTC, targets_BT))
         advance(inputs_BT.numel())
@@ -112,8 +117,15 @@ def window_nll(model: Transformer | ContextReady, z_BTC: Tensor, targets_BT: Ten
         logits = backbone.head(z).flatten(0, 1)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         nll = F.cross_entropy(wide, targets.flatten(), reduction="none")
-        means.append(nll.view(targets.shape).double().mean(dim=1).cpu())
+        means.append(nll.view(targets.shape).cpu().double().mean(dim=1))
     return torch.cat(means)
+
+
+def _state_bytes(model: ContextReady, tokens: int) -> int:
+    """What a row's state holds after this many tokens, if nothing is forgotten: what it holds after one, so often."""
+    token_11 = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
+    _, state = model.read(model.backbone.embed(token_11), model.init_state(1))
+    return tokens * state.nbytes
 
 
 def _batches(

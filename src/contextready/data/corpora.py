@@ -86,7 +86,7 @@ def _read_file(path: Path, field: str, advance: Callable[[int], None]) -> Iterat
             yield from _read_jsonl(_decompressed(raw, name), raw, path, field, advance)
     else:
         with path.open("rb") as raw:
-            # The documents of a file with end marks may have any length; one without them is cut at blank lines.
+            # A file with end marks says itself where documents end; one without them is cut at blank lines.
             marked = any(line.strip() == END.encode() for line in iter(lambda: raw.readline(LONGEST_PIECE), b""))
             raw.seek(0)
             yield from cut_text(_decoded_lines(raw, path), marked, advance)

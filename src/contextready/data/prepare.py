@@ -1,7 +1,6 @@
 """`crt data prepare`: documents in, token shards out, all or nothing."""
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from contextready.data.shards import FORMAT, Data, Ids, ShardWriter
 from contextready.data.token_files import read_token_file
 from contextready.data.tokenizer import Tokenizer
 from contextready.errors import ContextReadyError
-from contextready.files import describe_file, locked, staged_folder, write_manifest
+from contextready.files import locked, staged_folder, write_manifest
 
 BATCH_CHARACTERS = 1 << 21
 BATCH_DOCUMENTS = 4096
@@ -201,7 +200,6 @@ def _write(
             )
         if tokenizer is not None:
             tokenizer.save(folder)
-        shards = {file: describe_file(folder / file)["sha256"] for file in (*train.names, *val.names)}
         about: dict[str, Any] = {
             "source": name,
             "vocab_size": vocab_size,
@@ -210,7 +208,6 @@ def _write(
             "tokenizer_sha256": None if tokenizer is None else tokenizer.sha256,
             "val_fraction": None if val_rows is not None else what.val_fraction,
             "splits": {"train": train.summary(), "val": val.summary()},
-            "identity": hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest(),
         }
         write_manifest(folder, FORMAT, about)
 

@@ -6,6 +6,7 @@ DATA/train-00000.bin …     little-endian uint16, or uint32 for vocabularies ab
 DATA/val-00000.bin …
 """
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,19 +95,24 @@ class Data:
             )
         self.folder = folder
         self.manifest = read_manifest(folder, FORMAT, "prepared data (crt data prepare makes it)")
-        for key in ("dtype", "vocab_size", "end_id", "splits", "identity", "tokenizer_sha256"):
+        for key in ("dtype", "vocab_size", "end_id", "splits", "tokenizer_sha256"):
             if key not in self.manifest:
                 raise ContextReadyError(f"{folder / MANIFEST} says nothing about {key}; prepare the data again.")
         for split in verify:
-            check_sums(folder, self.manifest, self.manifest["splits"][split]["shards"])
+            check_sums(folder, self.manifest, self._shards(split))
         self.dtype = np.dtype(self.manifest["dtype"])
         self.vocab_size: int = self.manifest["vocab_size"]
         self.end_id: int = self.manifest["end_id"]
 
     @property
     def identity(self) -> str:
-        """What tells this data apart: a hash over the checksums of all its files."""
-        return str(self.manifest["identity"])
+        """What tells this data apart: a hash over the checksums of its shards."""
+        sums = [self.manifest["files"][name]["sha256"] for split in SPLITS for name in self._shards(split)]
+        return hashlib.sha256(" ".join(sums).encode()).hexdigest()
+
+    def _shards(self, split: str) -> list[str]:
+        names: list[str] = self.manifest["splits"][split]["shards"]
+        return names
 
     @property
     def tokenizer_sha256(self) -> str | None:
@@ -130,8 +136,7 @@ class Data:
         """All tokens of `train` or `val`."""
         if split not in SPLITS:
             raise ContextReadyError(f"There is no split '{split}'; choose train or val.")
-        names = self.manifest["splits"][split]["shards"]
-        return TokenRow([np.memmap(self.folder / name, self.dtype, "r") for name in names])
+        return TokenRow([np.memmap(self.folder / name, self.dtype, "r") for name in self._shards(split)])
 
     def bytes_per_token(self, split: str) -> float | None:
         """Bytes of text a token of this split stands for, on average, if the text is known."""

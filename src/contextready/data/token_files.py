@@ -4,13 +4,11 @@ import struct
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from contextready.data.shards import Ids
 from contextready.errors import ContextReadyError
-
-Ids = np.ndarray[Any, np.dtype[Any]]
 
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}

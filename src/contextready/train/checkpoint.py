@@ -56,6 +56,8 @@ class Progress:
     """Time spent on updates."""
     macs: int = 0
     """Multiply-accumulates spent on updates."""
+    precision: str = "fp32"
+    """fp32 or bf16: what `auto` came to when the run began."""
     best_step: int | None = None
     best_loss: float | None = None
     data_identity: str | None = None
@@ -129,6 +131,7 @@ def save_checkpoint(
     progress: Progress,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    device: torch.device,
     tokenizer_folder: Path,
     keep: int,
 ) -> Path:
@@ -141,7 +144,7 @@ def save_checkpoint(
         with staged_folder(folder) as staging:
             save_file({name: p.detach().contiguous() for name, p in named.items()}, staging / "model.safetensors")
             save_file(_moments(named, optimizer), staging / "optimizer.safetensors")
-            save_file(_torch_generators(), staging / "rng.safetensors")
+            save_file(_torch_generators(device), staging / "rng.safetensors")
             write_json(staging / "config.json", config)
             write_json(staging / "trainer.json", vars(progress) | {"rng": _other_generators()})
             for file in TOKENIZER_FILES:
@@ -152,7 +155,9 @@ def save_checkpoint(
     return folder
 
 
-def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+def restore(
+    checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> Progress:
     """Put weights, moments and generators back as they were; returns where the run stood."""
     load_weights(model, checkpoint.tensors("model"), checkpoint.folder)
     moments = checkpoint.tensors("optimizer")
@@ -165,7 +170,7 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
                 kind: tensor if kind == "step" and not on_device else tensor.to(p.device)
                 for kind, tensor in kept.items()
             }
-    _restore_generators(checkpoint)
+    _restore_generators(checkpoint, device)
     return checkpoint.progress
 
 
@@ -213,12 +218,10 @@ def _moments(named: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -
     }
 
 
-def _torch_generators() -> dict[str, Tensor]:
+def _torch_generators(device: torch.device) -> dict[str, Tensor]:
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states |= {f"cuda/{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
-    if torch.backends.mps.is_available():
-        states["mps"] = torch.mps.get_rng_state()
+    if device.type != "cpu":
+        states["device"] = torch.get_device_module(device).get_rng_state()
     return states
 
 
@@ -230,15 +233,11 @@ def _other_generators() -> dict[str, Any]:
     }
 
 
-def _restore_generators(checkpoint: Checkpoint) -> None:
+def _restore_generators(checkpoint: Checkpoint, device: torch.device) -> None:
     states = checkpoint.tensors("rng")
     torch.set_rng_state(states["cpu"])
-    if torch.cuda.is_available():
-        for name, state in states.items():
-            if name.startswith("cuda/") and int(name[5:]) < torch.cuda.device_count():
-                torch.cuda.set_rng_state(state, int(name[5:]))
-    if torch.backends.mps.is_available() and "mps" in states:
-        torch.mps.set_rng_state(states["mps"])
+    if device.type != "cpu" and "device" in states:
+        torch.get_device_module(device).set_rng_state(states["device"])
     others = read_json(checkpoint.folder / "trainer.json")["rng"]
     version, words, gauss = others["python"]
     random.setstate((version, tuple(words), gauss))

@@ -131,7 +131,7 @@ class RunConfig:
 MODEL_KEYS = [field.name for field in dataclasses.fields(ModelConfig)]
 TRAIN_KEYS = [field.name for field in dataclasses.fields(TrainConfig)]
 FREE_ON_RESUME = {
-    *("data", "out", "steps", "eval_every", "eval_tokens", "save_every", "keep", "log_every"),
+    *("data", "out", "steps", "eval_every", "save_every", "keep", "log_every"),
     *("tensorboard", "wandb", "device", "verify_data", "init_from"),
 }
 
@@ -164,10 +164,14 @@ def _settle_passes(model: ModelConfig, train: TrainConfig) -> TrainConfig:
 def check_same_run(theirs: Mapping[str, Any], ours: RunConfig, where: str) -> None:
     """Refuse to go on with a checkpoint of another configuration."""
     mine = ours.as_dict()
-    for part in ("model", "train"):
+    # The cosine's rate depends on how many steps there are; otherwise a run may be made longer.
+    free = FREE_ON_RESUME - ({"steps"} if ours.train.schedule == "cosine" else set())
+    for part, cls in (("model", ModelConfig), ("train", TrainConfig)):
+        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
         for key, value in mine[part].items():
-            saved = theirs[part].get(key)
-            if saved != value and not (part == "train" and key in FREE_ON_RESUME):
+            # A setting that is younger than the checkpoint had its default.
+            saved = theirs[part].get(key, defaults[key])
+            if saved != value and not (part == "train" and key in free):
                 raise ContextReadyError(
                     f"{where} was trained with {key}={saved}, and {key}={value} is asked for now; "
                     f"set {key}={saved} to go on with it, or choose another out=."

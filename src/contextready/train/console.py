@@ -44,7 +44,8 @@ def print_recipes() -> None:
         least = s.get("k_min")
         drawn = "" if least in (None, "none") else f"{least}–"
         passes = f"{drawn}{s['passes']}" if "passes" in s else ""
-        table.add_row(name, depth, f"{s['batch_size']}×{s['block_size']}", f"{s['steps']:,}", passes)
+        batch = s["batch_size"] * s.get("accumulate", 1)
+        table.add_row(name, depth, f"{batch}×{s['block_size']}", f"{s['steps']:,}", passes)
     Console().print(table)
     print("A model's name alone, such as owt-d5-c1120, means the first experiment that lists it.")
 

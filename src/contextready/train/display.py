@@ -1,6 +1,5 @@
 """Show a run to a person: a live line in a terminal, a line per validation elsewhere."""
 
-import time
 from math import exp
 from typing import TYPE_CHECKING
 
@@ -31,7 +30,7 @@ class ConsoleDisplay:
         )
         self._loss: float | None = None
         self._residual = ""
-        self._began = (0.0, 0)
+        self._began: tuple[float, int] | None = None
         self._rate = ""
 
     def start(self, config: RunConfig, step: int, note: str) -> None:
@@ -42,7 +41,7 @@ class ConsoleDisplay:
             f"{t.out}: {note}; {t.steps:,} steps of {t.tokens_per_step:,} tokens{going_on}.", soft_wrap=True
         )
         self._task = self._bar.add_task(t.out.rpartition("/")[2], total=t.steps, completed=step, line="")
-        self._began = (time.perf_counter(), step * t.tokens_per_step)
+        self._began = None
         self._bar.start()
 
     def update(self, record: Record) -> None:
@@ -58,8 +57,10 @@ class ConsoleDisplay:
         self._loss = record["loss"] if self._loss is None else 0.95 * self._loss + 0.05 * record["loss"]
         if record["residual"] is not None:
             self._residual = f", residual {record['residual']:.1e}"
-        since, tokens = self._began
-        self._rate = f", {(record['tokens'] - tokens) / max(1e-9, time.perf_counter() - since):,.0f} tokens/s"
+        # The first step warms up; validations and saves are not counted.
+        self._began = self._began or (record["seconds"], record["tokens"])
+        seconds, tokens = record["seconds"] - self._began[0], record["tokens"] - self._began[1]
+        self._rate = f", {tokens / seconds:,.0f} tokens/s" if seconds > 0 else ""
         perplexity = exp(min(self._loss, 99.0))
         line = f"loss {self._loss:.3f}, ppl {perplexity:.1f}{self._rate}, K={record['passes']}{self._residual}"
         self._bar.update(self._task, completed=record["step"], line=line)

@@ -1,14 +1,14 @@
 """What a run reports as it goes: metrics.jsonl always, TensorBoard and Weights & Biases if asked for."""
 
-import hashlib
 import json
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
 from contextready.errors import ContextReadyError
 from contextready.extras import require
-from contextready.files import to_json
+from contextready.files import fsync, to_json
 from contextready.train.config import RunConfig
 
 FILE = "metrics.jsonl"
@@ -27,6 +27,7 @@ class Metrics:
         kept = [record for record in read_metrics(run) if record["step"] <= start] if self._path.exists() else []
         aside = run / f".{FILE}.partial"
         aside.write_text("".join(to_json(record) + "\n" for record in kept))
+        fsync(aside)
         aside.rename(self._path)
         self._file = self._path.open("a", buffering=1)
         self._board = self._wandb = None
@@ -37,10 +38,12 @@ class Metrics:
             self._board = SummaryWriter(str(run / "tensorboard"), purge_step=start + 1)
         if config.train.wandb is not None:
             wandb = require("wandb", "wandb")
-            name = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:16]
+            identity = run / "wandb-id"
+            if start < 0 or not identity.exists():
+                identity.write_text(secrets.token_hex(8))
             self._wandb = wandb.init(
                 project=config.train.wandb,
-                id=name,
+                id=identity.read_text(),
                 name=run.name,
                 dir=str(run),
                 resume="allow",

@@ -1,7 +1,8 @@
 """Recipes: YAML files in the package, each a training run by name. Every setting can be changed on the command line.
 
-A file in `recipes/` is one run. A file in `recipes/paper/` trains each of the paper's models it lists, whose shapes
-come from `PAPER_MODELS`; `main-85m/owt-d5-c1120` names one, and `owt-d5-c1120` alone means the first that lists it.
+A file in `recipes/` is one run. A file in `recipes/paper/` is an experiment with the models it lists (and settings of
+their own, if any), whose shapes come from `PAPER_MODELS`; `main-85m/owt-d5-c1120` names one, and `owt-d5-c1120` alone
+means the first that lists it.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 from contextready.data.shards import Data
 from contextready.errors import ContextReadyError
+from contextready.files import read_json
 from contextready.model.correction import CORRECTIONS
 from contextready.reproduce.paper_models import PAPER_MODELS
 from contextready.settings import nearest, parse_assignments
@@ -19,7 +21,7 @@ from contextready.train.checkpoint import newest_checkpoint, open_checkpoint
 from contextready.train.config import RunConfig, build_run
 
 FOLDER = Path(__file__).parent.parent / "recipes"
-FIRST = ("main-85m", "main-340m", "k10-fixed", "k10-pretrain", "finetune", "pretrain", "token-matched", "width")
+FIRST = ("main-85m", "main-340m", "efficiency", "k10-fixed", "k10-pretrain", "finetune", "pretrain", "token-matched")
 """The order in which experiments claim a model named alone; the others follow by name."""
 
 Settings = dict[str, Any]
@@ -50,13 +52,17 @@ def load_recipe(name: str) -> Settings:
     for found, settings in paper_experiments().items():
         if experiment in ("", found) and model in settings["models"]:
             return _paper_recipe(found, model, settings)
-    known = [*recipe_names(), *PAPER_MODELS]
+    if model.startswith("pointer-") and model in PAPER_MODELS:
+        raise ContextReadyError(f"{model} learns pointer chasing, not text; there is no recipe for that task yet.")
+    known = [*recipe_names(), *(name.rpartition("/")[2] for name in recipe_names())]
     raise ContextReadyError(f"There is no recipe '{name}'; {nearest(name, known)} (crt train --list shows all.)")
 
 
 def _paper_recipe(experiment: str, model: str, settings: Settings) -> Settings:
-    shape = asdict(PAPER_MODELS[model].config)
+    shape, models = asdict(PAPER_MODELS[model].config), settings["models"]
     rest = {key: value for key, value in settings.items() if key != "models"}
+    if isinstance(models, dict):
+        rest |= models[model]
     if shape["correction"] is None:
         # A transformer makes one pass; the experiment's K is its context-ready models'.
         rest = {key: value for key, value in rest.items() if key not in ("passes", "k_min")}
@@ -83,7 +89,8 @@ def _correction_init(settings: Settings) -> str | None:
     """How a correction begins where nothing is said: as in the run that goes on, or at zero on top of a transformer."""
     begun = newest_checkpoint(Path(settings["out"]))
     if begun is not None:
-        return open_checkpoint(begun).model_config.correction_init
+        saved: str = read_json(begun / "config.json")["model"]["correction_init"]
+        return saved
     start, kind = settings.get("init_from"), settings.get("correction")
     if start is None or start.lower() == "none" or kind not in CORRECTIONS or not CORRECTIONS[kind].has_output_layer:
         return None

@@ -16,6 +16,7 @@ from torch import nn
 from contextready.analysis.perplexity import parallel_scores
 from contextready.data.batches import Batches, Windows
 from contextready.data.shards import SPLITS, Data
+from contextready.device import find_device, multiplies_bf16
 from contextready.errors import ContextReadyError
 from contextready.files import locked, write_json
 from contextready.model.accounting import account
@@ -84,19 +85,21 @@ class Trainer:
         assert t.passes is not None
         self.macs = {k: self.account.macs_sequence(t.block_size, k) for k in range(1, t.passes + 1)}
         self.device = find_device(t.device)
-        self.bf16 = t.precision == "bf16" or (t.precision == "auto" and multiplies_bf16(self.device))
 
         torch.manual_seed(t.seed)
         self.model = build_model(config.model).to(self.device)
         self.optimizer = make_optimizer(self.model, config)
         self.objective = Objective(self.model, t.compile, t.checkpoint_passes)
         self.progress = self._begin()
+        # A run goes on in the precision it began with, even where "auto" would choose another.
+        self.bf16 = self.progress.precision == "bf16"
 
     def _begin(self) -> checkpoints.Progress:
         """Start at the newest checkpoint of this run, or at the weights asked for, or afresh."""
+        t = self.config.train
         self.folder.mkdir(parents=True, exist_ok=True)
         checkpoints.clear_leftovers(self.folder)
-        newest, origin = checkpoints.newest_checkpoint(self.folder), self.config.train.init_from
+        newest, origin = checkpoints.newest_checkpoint(self.folder), t.init_from
         if newest is not None:
             saved = checkpoints.open_checkpoint(newest)
             check_same_run(saved.config, self.config, str(newest))
@@ -104,13 +107,18 @@ class Trainer:
                 raise ContextReadyError(
                     f"{newest} was trained on other data than {self.data.folder}; give the same, or another out=."
                 )
-            progress = checkpoints.restore(saved, self.model, self.optimizer)
+            progress = checkpoints.restore(saved, self.model, self.optimizer, self.device)
             write_json(self.folder / "config.json", self.config.as_dict())
             return progress
         if origin is not None:
-            load_origin(self.model, checkpoints.open_checkpoint(Path(origin)), self.data)
+            load_origin(self.model, self.config, checkpoints.open_checkpoint(Path(origin)), self.data)
         write_json(self.folder / "config.json", self.config.as_dict())
-        return checkpoints.Progress(data_identity=self.data.identity, tokenizer_sha256=self.data.tokenizer_sha256)
+        bf16 = t.precision == "bf16" or (t.precision == "auto" and multiplies_bf16(self.device))
+        return checkpoints.Progress(
+            precision="bf16" if bf16 else "fp32",
+            data_identity=self.data.identity,
+            tokenizer_sha256=self.data.tokenizer_sha256,
+        )
 
     def run(self, interrupts: "Interrupts") -> Result:
         """Make the steps that are left."""
@@ -213,6 +221,7 @@ class Trainer:
             self.progress,
             self.model,
             self.optimizer,
+            self.device,
             self.data.folder,
             self.config.train.keep,
         )
@@ -262,8 +271,15 @@ class Interrupts:
         self._restore()
 
 
-def load_origin(model: Transformer | ContextReady, origin: checkpoints.Checkpoint, data: Data) -> None:
+def load_origin(
+    model: Transformer | ContextReady, config: RunConfig, origin: checkpoints.Checkpoint, data: Data
+) -> None:
     """Start from the weights of a checkpoint: the whole model, or its blocks where the origin is a transformer."""
+    for key in ("heads", "window", "rope_base"):
+        # These change what the weights mean without changing their shapes.
+        theirs, ours = getattr(origin.model_config, key), getattr(config.model, key)
+        if theirs != ours:
+            raise ContextReadyError(f"{origin.folder} was trained with {key}={theirs}, not {ours}; set {key}={theirs}.")
     if origin.progress.tokenizer_sha256 != data.tokenizer_sha256:
         raise ContextReadyError(
             f"{origin.folder} was trained with another tokenizer than the data {data.folder}; prepare the data with "
@@ -283,25 +299,3 @@ def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
     groups = [{"params": matrices, "weight_decay": t.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     fused = next(model.parameters()).device.type in ("cpu", "cuda", "mps")
     return torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), fused=fused)
-
-
-def find_device(name: str) -> torch.device:
-    """The device of this name, or with `auto` the best there is."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError):
-        raise ContextReadyError(f"device={name} is not to be had here; give cpu, cuda, mps or auto.") from None
-    return device
-
-
-def multiplies_bf16(device: torch.device) -> bool:
-    """Whether bf16 products are native here; emulated ones are many times slower than fp32."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    if device.type == "cpu":
-        checks = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
-        return any(check() for check in checks if check is not None)
-    return False

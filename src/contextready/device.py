@@ -1,0 +1,27 @@
+"""Where to compute, and what the hardware there can do."""
+
+import torch
+
+from contextready.errors import ContextReadyError
+
+
+def find_device(name: str) -> torch.device:
+    """The device of this name, or with `auto` the best there is."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise ContextReadyError(f"device={name} is not to be had here; give cpu, cuda, mps or auto.") from None
+    return device
+
+
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether bf16 products are native here; emulated ones are many times slower than fp32."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type == "cpu":
+        checks = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
+        return any(check() for check in checks if check is not None)
+    return False
