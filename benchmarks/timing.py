@@ -7,13 +7,25 @@ from collections.abc import Callable
 
 def interleaved_medians(calls: list[Callable[[], object]], rounds: int, warmups: int = 2) -> list[float]:
     """Seconds of each call: the median over rounds in which all take turns, after the warm-ups."""
+    return [statistics.median(times) for times in _take_turns(calls, rounds, warmups)]
+
+
+def median_ratio(one: Callable[[], object], other: Callable[[], object], rounds: int) -> tuple[float, float, float]:
+    """Median seconds of both, and the median over rounds of the ratio one / other: slow moments hit both of a round."""
+    ours, theirs = _take_turns([one, other], rounds, warmups=2)
+    ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+    return statistics.median(ours), statistics.median(theirs), ratio
+
+
+def _take_turns(calls: list[Callable[[], object]], rounds: int, warmups: int) -> list[list[float]]:
     for call in calls:
         for _ in range(warmups):
             call()
     seconds: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
-        for times, call in zip(seconds, calls, strict=True):
+    for number in range(rounds):
+        # Every other round runs backwards, so that nobody always follows the same one.
+        for i in range(len(calls)) if number % 2 == 0 else reversed(range(len(calls))):
             start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-    return [statistics.median(times) for times in seconds]
+            calls[i]()
+            seconds[i].append(time.perf_counter() - start)
+    return seconds

@@ -259,7 +259,7 @@ def test_the_live_line_shows_what_matters(data, tmp_path):
     console = Console(file=screen, force_terminal=True, color_system=None, width=160)
     train(tiny(data, tmp_path / "run"), ConsoleDisplay(console))
     shown = screen.getvalue()
-    for part in ("loss ", "ppl ", " tokens/s", "K=", "residual ", "/12", "validation loss ", "perplexity "):
+    for part in ("loss ", "ppl ", " tokens/s", "K=", "residual ", "/12", "val loss "):
         assert part in shown
     assert "12 steps of 64 tokens" in shown.replace("\n", " ")
 
@@ -267,7 +267,7 @@ def test_the_live_line_shows_what_matters(data, tmp_path):
 def test_elsewhere_only_validations_are_lines(data, tmp_path, capsys):
     assert main(["train", recipe_file(tmp_path), *words(data, tmp_path / "run")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert sum("validation loss" in line for line in lines) == 4
+    assert sum("val loss" in line for line in lines) == 4
     assert not any("K=" in line for line in lines)
 
 

@@ -47,10 +47,11 @@ class ConsoleDisplay:
     def update(self, record: Record) -> None:
         """Move the line on; a validation is printed for good."""
         if "val_loss" in record:
-            trained = "" if self._loss is None else f", training loss {self._loss:.3f}{self._rate}"
+            trained = "" if self._loss is None else f", train {self._loss:.3f}{self._rate}"
             self.console.print(
-                f"step {record['step']:>6,} {record['tokens'] / 1e6:8.2f}M tokens: validation loss "
-                f"{record['val_loss']:.4f}, perplexity {record['val_perplexity']:.2f}{trained}"
+                f"step {record['step']:>6,}, {record['tokens'] / 1e6:.2f}M tokens: "
+                f"val loss {record['val_loss']:.4f}, ppl {record['val_perplexity']:.2f}{trained}",
+                soft_wrap=True,
             )
             return
         # Single batches are noisy; a running mean over about twenty is readable.
