@@ -93,6 +93,7 @@ class Trainer:
         self.progress = self._begin()
         # A run goes on in the precision it began with, even where "auto" would choose another.
         self.bf16 = self.progress.precision == "bf16"
+        write_json(self.folder / "config.json", config.as_dict())
 
     def _begin(self) -> checkpoints.Progress:
         """Start at the newest checkpoint of this run, or at the weights asked for, or afresh."""
@@ -107,12 +108,9 @@ class Trainer:
                 raise ContextReadyError(
                     f"{newest} was trained on other data than {self.data.folder}; give the same, or another out=."
                 )
-            progress = checkpoints.restore(saved, self.model, self.optimizer, self.device)
-            write_json(self.folder / "config.json", self.config.as_dict())
-            return progress
+            return checkpoints.restore(saved, self.model, self.optimizer, self.device)
         if origin is not None:
             load_origin(self.model, self.config, checkpoints.open_checkpoint(Path(origin)), self.data)
-        write_json(self.folder / "config.json", self.config.as_dict())
         bf16 = t.precision == "bf16" or (t.precision == "auto" and multiplies_bf16(self.device))
         return checkpoints.Progress(
             precision="bf16" if bf16 else "fp32",
