@@ -77,6 +77,8 @@ def test_the_small_pairs_cost_and_train_the_same(data, small, large):
 
 
 OTHER = {
+    "gradient": "truncated",
+    "truncated_passes": 2,
     **{"data": "elsewhere", "out": "there", "init_from": "none", "block_size": "8", "batch_size": "3"},
     **{"accumulate": "2", "steps": "1_000", "passes": "7", "k_min": "4", "lr": "3e-4", "schedule": "cosine"},
     **{"min_lr": "0.2", "warmup": "9", "weight_decay": "0.01", "beta1": "0.8", "beta2": "0.99", "clip": "2.5"},
@@ -89,12 +91,16 @@ OTHER = {
 
 
 def test_every_setting_can_be_changed():
-    assert set(OTHER) == {*MODEL_KEYS, *TRAIN_KEYS}
+    assert set(OTHER) | {"adjoint_steps", "adjoint_tolerance"} == {*MODEL_KEYS, *TRAIN_KEYS}
     run = resolve("mini-d1", [f"{key}={value}" for key, value in OTHER.items()])
     found = run.as_dict()["model"] | run.as_dict()["train"]
     default = resolve("mini-d1", ["vocab_size=300"])
     unchanged = default.as_dict()["model"] | default.as_dict()["train"]
-    assert {key for key in found if found[key] == unchanged[key]} == {"init_from"}
+    same = {key for key in found if found[key] == unchanged[key]}
+    assert same == {"init_from", "adjoint_steps", "adjoint_tolerance"}
+    words = ["gradient=implicit", "adjoint_steps=2", "adjoint_tolerance=0.5"]
+    other = resolve("mini-d1", ["vocab_size=300", *words]).train
+    assert (other.gradient, other.adjoint_steps, other.adjoint_tolerance) == ("implicit", 2, 0.5)
     assert (found["steps"], found["lr"], found["window"], found["eval_tokens"]) == (1000, 3e-4, 6, None)
 
 

@@ -34,6 +34,8 @@ VARIANTS = {
     "accumulating": {"dropout": 0.2, "accumulate": 2},
     "fixed K": {"k_min": None},
     "recomputing": {"dropout": 0.2, "checkpoint_passes": True},
+    "implicit": {"dropout": 0.2, "gradient": "implicit", "adjoint_steps": 2},
+    "truncated": {"dropout": 0.2, "gradient": "truncated", "accumulate": 2},
     "shallow": {"k_min": 1, "passes": 2, "bias": True},
     "tied, in bf16": {"correction": "tied", "precision": "bf16", "dropout": 0.2},
 }
@@ -222,7 +224,7 @@ def test_a_cut_off_line_of_metrics_is_dropped(data, tmp_path):
 def test_a_run_killed_before_its_first_checkpoint_begins_afresh(data, tmp_path):
     at = trainer(data, tmp_path / "run")
     at.objective = None  # dies in its first step
-    with pytest.raises(TypeError):
+    with pytest.raises(AttributeError):
         at.run(no_interrupts())
     run(data, tmp_path / "run")
     run(data, tmp_path / "whole")

@@ -115,7 +115,7 @@ def unroll(
         scale=_largest(result.z_BTC.detach()),
         state=None if state is None else state.advanced(result.carried_BTC, result.cache),
         tolerance=tolerance,
-        has_fixed_point=not cumulative and not _drops_out(model),
+        has_fixed_point=not cumulative and not drops_out(model),
     )
     return result.z_BTC, info
 
@@ -146,5 +146,6 @@ def _norms(z_BTC: Tensor) -> Tensor:
     return norms_BT
 
 
-def _drops_out(model: ContextReady) -> bool:
+def drops_out(model: nn.Module) -> bool:
+    """Whether the model draws dropout masks now."""
     return any(isinstance(part, nn.Dropout) and part.training and part.p > 0 for part in model.modules())

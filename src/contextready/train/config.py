@@ -11,6 +11,8 @@ from contextready.model.build import ModelConfig
 from contextready.settings import build_settings, nearest
 
 PAPER_PASSES = 5
+OF_MODE = {"truncated_passes": "truncated", "adjoint_steps": "implicit", "adjoint_tolerance": "implicit"}
+"""Settings that only one gradient mode reads."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,14 @@ class TrainConfig:
     """K, block passes of a context-ready model (none: 5)."""
     k_min: int | None = 2
     """Draw K from k_min to passes anew each step; none: K is always `passes`."""
+    gradient: str = "unroll"
+    """unroll: through all passes; truncated: the last ones; implicit: the fixed point, in the memory of one pass."""
+    truncated_passes: int = 1
+    """J, how many of the last passes a truncated gradient goes through."""
+    adjoint_steps: int | None = None
+    """m, vector-Jacobian products of an implicit gradient; none: until one changes little, 0: the one-step gradient."""
+    adjoint_tolerance: float = 1e-3
+    """How little that is, relative to the adjoint's norm."""
     lr: float = 2e-4
     """Learning rate."""
     schedule: str = "constant"
@@ -94,6 +104,11 @@ class TrainConfig:
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         _at_least("warmup", self.warmup, 0)
+        _at_least("truncated_passes", self.truncated_passes, 1)
+        if self.adjoint_steps is not None:
+            _at_least("adjoint_steps", self.adjoint_steps, 0)
+        if not 0.0 <= self.adjoint_tolerance < inf:
+            raise ContextReadyError(f"adjoint_tolerance={self.adjoint_tolerance} is no distance; give 0 or more.")
         if not 0 <= self.seed < 2**63:
             raise ContextReadyError(f"seed={self.seed} is out of range; give a whole number from 0 to below 2**63.")
         for name in ("lr", "clip"):
@@ -103,6 +118,17 @@ class TrainConfig:
             if not 0.0 <= getattr(self, name) <= most or getattr(self, name) == inf:
                 raise ContextReadyError(f"{name}={getattr(self, name)} is out of range; usual values are from 0 to 1.")
         _one_of("schedule", self.schedule, ("constant", "cosine"))
+        _one_of("gradient", self.gradient, ("unroll", "truncated", "implicit"))
+        for key, mode in OF_MODE.items():
+            if self.gradient != mode and getattr(self, key) != getattr(TrainConfig, key):
+                raise ContextReadyError(
+                    f"{key}={getattr(self, key)} is for gradient={mode}, and it is {self.gradient}."
+                )
+        if self.gradient == "implicit" and (self.compile or self.checkpoint_passes):
+            raise ContextReadyError(
+                "gradient=implicit goes through one pass again and again, which a compiled or recomputed pass cannot; "
+                "leave compile and checkpoint_passes out."
+            )
         _one_of("precision", self.precision, ("auto", "fp32", "bf16"))
 
     @property

@@ -1,6 +1,8 @@
 """The training loss: cross-entropy of the last of K passes, for a context-ready model or its baseline."""
 
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -12,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from contextready.model.context_ready import ContextReady
 from contextready.model.transformer import Transformer
+from contextready.solve.gradients import continued, implicit_backward, settle
 
 
 class Loss(NamedTuple):
@@ -24,10 +27,22 @@ class Loss(NamedTuple):
 
 
 class Objective:
-    """One forward to the loss, with passes compiled or recomputed if asked for."""
+    """The loss and its gradient, with passes compiled or recomputed and the gradient cut short if asked for."""
 
-    def __init__(self, model: Transformer | ContextReady, compiled: bool = False, recompute: bool = False) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: Transformer | ContextReady,
+        compiled: bool = False,
+        recompute: bool = False,
+        gradient: str = "unroll",
+        truncated_passes: int = 1,
+        adjoint_steps: int | None = None,
+        adjoint_tolerance: float = 1e-3,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.model, self.gradient, self.autocast = model, gradient, autocast
+        self.truncated_passes, self.adjoint_steps = truncated_passes, adjoint_steps
+        self.adjoint_tolerance = adjoint_tolerance
         one_pass: Any = model.recur if isinstance(model, ContextReady) else model.blocks
         if compiled:
             one_pass = torch.compile(one_pass)
@@ -36,7 +51,7 @@ class Objective:
         self.one_pass = one_pass
 
     def __call__(self, inputs_BT: Tensor, targets_BT: Tensor, passes: int, measure: bool = False) -> Loss:
-        """The loss of K = `passes`; `measure` also takes the residual of the last pass."""
+        """The loss of K = `passes`, differentiable through all; `measure` also takes the residual of the last pass."""
         residual = None
         if isinstance(self.model, ContextReady):
             e_BTC = self.model.backbone.embed(inputs_BT)
@@ -49,6 +64,46 @@ class Objective:
             z_BTC, _ = self.one_pass(self.model.embed(inputs_BT))
             logits_BTV = self.model.head(z_BTC)
         return Loss(mean_cross_entropy(logits_BTV, targets_BT), residual)
+
+    def backward(
+        self, inputs_BT: Tensor, targets_BT: Tensor, passes: int, scale: float = 1.0, measure: bool = False
+    ) -> Loss:
+        """Accumulate `scale` times the gradient of the loss of K = `passes`; the loss comes back without a graph."""
+        through = {"unroll": passes, "truncated": min(self.truncated_passes, passes), "implicit": 1}[self.gradient]
+        if not isinstance(self.model, ContextReady) or passes == 1 or through == passes:
+            with self.autocast():
+                loss = self(inputs_BT, targets_BT, passes, measure)
+            (loss.mean * scale).backward()  # type: ignore[no-untyped-call]
+            return Loss(loss.mean.detach(), loss.residual)
+        return self._cut_short(self.model, inputs_BT, targets_BT, passes, through, scale, measure)
+
+    def _cut_short(
+        self,
+        model: ContextReady,
+        inputs_BT: Tensor,
+        targets_BT: Tensor,
+        passes: int,
+        through: int,
+        scale: float,
+        measure: bool,
+    ) -> Loss:
+        """The first passes without a gradient, the last `through` with one; `implicit` goes on to the fixed point's."""
+        implicit = self.gradient == "implicit"
+        with self.autocast():
+            e_BTC = model.backbone.embed(inputs_BT)
+            before = settle(model, e_BTC.detach(), passes - through, self.one_pass)
+            entered_BTC = before.carried_BTC.detach().requires_grad_(implicit)
+            made = deque(continued(model, e_BTC, entered_BTC, through, self.one_pass), maxlen=2)
+            last, earlier_BTC = made[-1], made[-2].z_BTC if len(made) > 1 else before.z_BTC
+            # The implicit gradient needs dloss/dz by itself, so there the head's graph ends at z.
+            z_BTC = last.z_BTC.detach().requires_grad_() if implicit else last.z_BTC
+            mean = mean_cross_entropy(model.backbone.head(z_BTC), targets_BT)
+        (mean * scale).backward()  # type: ignore[no-untyped-call]
+        if implicit:
+            assert z_BTC.grad is not None
+            implicit_backward(last, entered_BTC, z_BTC.grad, self.adjoint_steps, self.adjoint_tolerance)
+        residual = _relative_change(earlier_BTC[:1], last.z_BTC[:1]) if measure else None
+        return Loss(mean.detach(), residual)
 
 
 def mean_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

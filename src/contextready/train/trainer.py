@@ -89,7 +89,16 @@ class Trainer:
         torch.manual_seed(t.seed)
         self.model = build_model(config.model).to(self.device)
         self.optimizer = make_optimizer(self.model, config)
-        self.objective = Objective(self.model, t.compile, t.checkpoint_passes)
+        self.objective = Objective(
+            self.model,
+            t.compile,
+            t.checkpoint_passes,
+            t.gradient,
+            t.truncated_passes,
+            t.adjoint_steps,
+            t.adjoint_tolerance,
+            self._autocast,
+        )
         self.progress = self._begin()
         # A run goes on in the precision it began with, even where "auto" would choose another.
         self.bf16 = self.progress.precision == "bf16"
@@ -164,10 +173,10 @@ class Trainer:
         measure = (p.step + 1) % t.log_every == 0 or p.step + 1 == t.steps
         for part in range(t.accumulate):
             inputs_BT, targets_BT = self.batches.read(p.sequences + part * t.batch_size, t.batch_size)
-            with self._autocast():
-                loss = self.objective(inputs_BT.to(self.device), targets_BT.to(self.device), passes, measure)
-            (loss.mean / t.accumulate).backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.mean.detach())
+            loss = self.objective.backward(
+                inputs_BT.to(self.device), targets_BT.to(self.device), passes, 1.0 / t.accumulate, measure
+            )
+            losses.append(loss.mean)
             residual = loss.residual
         total = float(torch.stack(losses).mean())
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), t.clip))

@@ -1,0 +1,84 @@
+"""Gradients that do not keep K passes: through the last few, or through the fixed point itself.
+
+At the fixed point w = F(w) of what positions carry to the next ones, with z = H(w), the exact gradient of a loss of z
+needs one differentiable pass and the adjoint μ = H'ᵀ g + F'ᵀ μ, g = dloss/dz. F' is strictly causal, so the iteration
+ends after T steps whatever the contraction, and converges as fast as the passes do where they contract.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from contextready.model.context_ready import ContextReady, Pass, shift_right
+from contextready.solve.unroll import drops_out
+
+
+class Adjoint(NamedTuple):
+    """How the adjoint iteration went."""
+
+    steps: int
+    """Vector-Jacobian products made, m."""
+    residual: float
+    """How much the last of them changed μ, relative to its norm; 0 for m = 0."""
+
+
+def settle(model: ContextReady, e_BTC: Tensor, passes: int, recur: Callable[..., Pass] | None = None) -> Pass:
+    """The last of K ≥ 1 passes, without a gradient, every pass with the same dropout masks."""
+    # Masks redrawn at every pass would leave no fixed point to settle on.
+    with torch.no_grad(), tied_dropout(model, e_BTC.device) as rewind:
+
+        def again(*args: Any) -> Pass:
+            rewind()
+            return (recur or model.recur)(*args)
+
+        last: deque[Pass] = deque(islice(model.passes(e_BTC, recur=again), passes), maxlen=1)
+        rewind()
+        return last[0]
+
+
+def continued(
+    model: ContextReady, e_BTC: Tensor, carried_BTC: Tensor, passes: int, recur: Callable[..., Pass] | None = None
+) -> Iterator[Pass]:
+    """`passes` more passes with a gradient, after one that left `carried_BTC`, with the masks of this moment."""
+    with tied_dropout(model, e_BTC.device) as rewind:
+        for _ in range(passes):
+            rewind()
+            result = (recur or model.recur)(e_BTC, shift_right(carried_BTC), None)
+            carried_BTC = result.carried_BTC
+            yield result
+
+
+def implicit_backward(result: Pass, entered_BTC: Tensor, g_BTC: Tensor, steps: int | None, tolerance: float) -> Adjoint:
+    """Accumulate the gradient of a loss with dloss/dz = g through the fixed point.
+
+    `result` is one differentiable pass that entered with `entered_BTC` (a leaf) carried by the positions before. With
+    `steps` = m the adjoint takes m products (0: the one-step, "Jacobian-free" gradient), otherwise as many as bring its
+    change to `tolerance`, at most T.
+    """
+    outputs = [result.z_BTC, result.carried_BTC]
+    mu_BTC, made, residual = torch.zeros_like(entered_BTC), 0, 0.0
+    while made < (entered_BTC.shape[1] if steps is None else steps):
+        (new_BTC,) = torch.autograd.grad(outputs, entered_BTC, [g_BTC, mu_BTC], retain_graph=True)
+        change, size = (new_BTC - mu_BTC).norm(), new_BTC.norm()
+        residual = float(change / size) if size > 0 else 0.0
+        mu_BTC, made = new_BTC, made + 1
+        if steps is None and residual <= tolerance:
+            break
+    torch.autograd.backward(outputs, [g_BTC, mu_BTC])
+    return Adjoint(made, residual)
+
+
+@contextmanager
+def tied_dropout(model: nn.Module, device: torch.device) -> Iterator[Callable[[], None]]:
+    """Give a function that puts the generator back to this moment, so that masks drawn after it repeat."""
+    if not drops_out(model):
+        yield lambda: None
+        return
+    module = torch if device.type == "cpu" else torch.get_device_module(device)
+    moment = module.get_rng_state()
+    yield lambda: module.set_rng_state(moment)
