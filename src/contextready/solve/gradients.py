@@ -27,6 +27,11 @@ class Adjoint(NamedTuple):
     """How much the last of them changed μ, relative to its norm; 0 for m = 0."""
 
 
+def passes_through(gradient: str, truncated_passes: int, passes: int) -> int:
+    """How many of K passes the graph of a gradient holds."""
+    return {"unroll": passes, "truncated": min(truncated_passes, passes), "implicit": 1}[gradient]
+
+
 def settle(model: ContextReady, e_BTC: Tensor, passes: int, recur: Callable[..., Pass] | None = None) -> Pass:
     """The last of K ≥ 1 passes, without a gradient, every pass with the same dropout masks."""
     # Masks redrawn at every pass would leave no fixed point to settle on.

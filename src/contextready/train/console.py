@@ -5,10 +5,11 @@ import signal
 from collections.abc import Sequence
 
 from contextready.model.accounting import account
-from contextready.train.config import RunConfig
+from contextready.train.config import RunConfig, TrainConfig
+from contextready.train.cost import sequence_macs
 from contextready.train.display import ConsoleDisplay
 from contextready.train.recipes import load_recipe, recipe_names, resolve
-from contextready.train.trainer import BACKWARD, Result, train
+from contextready.train.trainer import Result, train
 
 
 def run_train(recipe: str, words: Sequence[str]) -> int:
@@ -54,9 +55,10 @@ def print_plan(config: RunConfig) -> None:
     """The settings a run would have, and its size, as JSON; nothing is trained."""
     cost, t = account(config.model), config.train
     assert t.passes is not None
-    middle = (t.passes + (t.k_min or t.passes)) / 2
-    forward = cost.macs_sequence(t.block_size, 1), cost.macs_sequence(t.block_size, 2)
-    per_step = BACKWARD * t.sequences_per_step * (forward[0] + (middle - 1) * (forward[1] - forward[0]))
+    # An adjoint that runs to its tolerance takes about as many products as the forward takes passes.
+    depths = range(t.k_min or t.passes, t.passes + 1)
+    costs = [sequence_macs(cost, t, k, _adjoint(t, k)) for k in depths]
+    per_step = t.sequences_per_step * sum(costs) / len(costs)
     summary = {
         "parameters": cost.parameters,
         "tokens": t.steps * t.tokens_per_step,
@@ -64,3 +66,9 @@ def print_plan(config: RunConfig) -> None:
         "macs": round(per_step * t.steps),
     }
     print(json.dumps(config.as_dict() | {"cost": summary}, indent=1))
+
+
+def _adjoint(train: TrainConfig, passes: int) -> int:
+    if train.gradient != "implicit" or passes == 1:
+        return 0
+    return passes if train.adjoint_steps is None else train.adjoint_steps

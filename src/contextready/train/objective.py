@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from contextready.model.context_ready import ContextReady
 from contextready.model.transformer import Transformer
-from contextready.solve.gradients import continued, implicit_backward, settle
+from contextready.solve.gradients import continued, implicit_backward, passes_through, settle
 
 
 class Loss(NamedTuple):
@@ -24,6 +24,8 @@ class Loss(NamedTuple):
     """Cross-entropy per token."""
     residual: float | None
     """How much the last pass changed z in the first row, relative to the largest ‖z‖; none for one pass."""
+    adjoint_steps: int = 0
+    """Vector-Jacobian products an implicit gradient took."""
 
 
 class Objective:
@@ -69,8 +71,8 @@ class Objective:
         self, inputs_BT: Tensor, targets_BT: Tensor, passes: int, scale: float = 1.0, measure: bool = False
     ) -> Loss:
         """Accumulate `scale` times the gradient of the loss of K = `passes`; the loss comes back without a graph."""
-        through = {"unroll": passes, "truncated": min(self.truncated_passes, passes), "implicit": 1}[self.gradient]
-        if not isinstance(self.model, ContextReady) or passes == 1 or through == passes:
+        through = passes_through(self.gradient, self.truncated_passes, passes)
+        if not isinstance(self.model, ContextReady) or through == passes:
             with self.autocast():
                 loss = self(inputs_BT, targets_BT, passes, measure)
             (loss.mean * scale).backward()  # type: ignore[no-untyped-call]
@@ -99,11 +101,13 @@ class Objective:
             z_BTC = last.z_BTC.detach().requires_grad_() if implicit else last.z_BTC
             mean = mean_cross_entropy(model.backbone.head(z_BTC), targets_BT)
         (mean * scale).backward()  # type: ignore[no-untyped-call]
+        adjoint_steps = 0
         if implicit:
             assert z_BTC.grad is not None
-            implicit_backward(last, entered_BTC, z_BTC.grad, self.adjoint_steps, self.adjoint_tolerance)
+            adjoint = implicit_backward(last, entered_BTC, z_BTC.grad, self.adjoint_steps, self.adjoint_tolerance)
+            adjoint_steps = adjoint.steps
         residual = _relative_change(earlier_BTC[:1], last.z_BTC[:1]) if measure else None
-        return Loss(mean.detach(), residual)
+        return Loss(mean.detach(), residual, adjoint_steps)
 
 
 def mean_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import threading
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
 from math import exp, isfinite
 from pathlib import Path
 from types import FrameType
@@ -25,12 +26,10 @@ from contextready.model.context_ready import ContextReady
 from contextready.model.transformer import Transformer
 from contextready.train import checkpoint as checkpoints
 from contextready.train.config import RunConfig, check_same_run
+from contextready.train.cost import sequence_macs
 from contextready.train.metrics import Metrics, Record
 from contextready.train.objective import Objective
 from contextready.train.schedule import learning_rate, passes_of_step
-
-BACKWARD = 3
-"""A forward and its backward cost about three forwards."""
 
 
 class Display(Protocol):
@@ -82,8 +81,7 @@ class Trainer:
         self.batches = Batches(self.data.row("train"), t.block_size, t.seed)
         self.validation = Windows(self.data.row("val"), t.block_size, "validation")
         self.account = account(config.model)
-        assert t.passes is not None
-        self.macs = {k: self.account.macs_sequence(t.block_size, k) for k in range(1, t.passes + 1)}
+        self.macs = cache(partial(sequence_macs, self.account, t))
         self.device = find_device(t.device)
 
         torch.manual_seed(t.seed)
@@ -177,6 +175,7 @@ class Trainer:
                 inputs_BT.to(self.device), targets_BT.to(self.device), passes, 1.0 / t.accumulate, measure
             )
             losses.append(loss.mean)
+            p.macs += t.batch_size * self.macs(passes, loss.adjoint_steps)
             residual = loss.residual
         total = float(torch.stack(losses).mean())
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), t.clip))
@@ -187,7 +186,6 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         p.step += 1
         p.sequences += t.sequences_per_step
-        p.macs += BACKWARD * t.sequences_per_step * self.macs[passes]
         p.seconds += time.perf_counter() - began
         return self._standing() | {
             "loss": total,

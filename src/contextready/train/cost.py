@@ -1,0 +1,20 @@
+"""What a training step costs in multiply-accumulates, whatever its gradient goes through."""
+
+from contextready.model.accounting import Account
+from contextready.solve.gradients import passes_through
+from contextready.train.config import TrainConfig
+
+
+def sequence_macs(account: Account, train: TrainConfig, passes: int, adjoint_steps: int = 0) -> int:
+    """Forward and backward of one sequence with K = `passes` and this many adjoint products.
+
+    A backward costs about twice the forward it goes back through: a product for the weights and one for the inputs.
+    A vector-Jacobian product with respect to z costs only the latter.
+    """
+    T = train.block_size
+    forward = account.macs_sequence(T, passes)
+    through = passes_through(train.gradient, train.truncated_passes, passes)
+    if through == passes:
+        return 3 * forward
+    one_pass = account.macs_sequence(T, 2) - account.macs_sequence(T, 1)
+    return forward + 2 * (through * one_pass + T * account.macs_head) + adjoint_steps * one_pass
