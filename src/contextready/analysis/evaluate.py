@@ -139,7 +139,7 @@ def evaluate_checkpoint(
 ) -> Evaluation:
     """Evaluate a trained model at its own block size, with L̂ at the K it was trained with."""
     trained = checkpoint.config["train"]
-    corrections = trained["passes"] if trained["passes"] > 1 else CONVERGED
+    corrections = CONVERGED if trained["passes"] in (None, 1) else trained["passes"]
     model = checkpoint.model().to(device)
     return evaluate(model, data, block_size or trained["block_size"], corrections=corrections, **options)
 

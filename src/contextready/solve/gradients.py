@@ -58,24 +58,51 @@ def continued(
             yield result
 
 
-def implicit_backward(result: Pass, entered_BTC: Tensor, g_BTC: Tensor, steps: int | None, tolerance: float) -> Adjoint:
-    """Accumulate the gradient of a loss with dloss/dz = g through the fixed point.
+def at_fixed_point(
+    result: Pass, entered_BTC: Tensor, steps: int | None, tolerance: float, report: Callable[[Adjoint], None]
+) -> Tensor:
+    """z of one differentiable pass that entered with `entered_BTC` (a leaf), with the gradient of the fixed point.
 
-    `result` is one differentiable pass that entered with `entered_BTC` (a leaf) carried by the positions before. With
-    `steps` = m the adjoint takes m products (0: the one-step, "Jacobian-free" gradient), otherwise as many as bring its
-    change to `tolerance`, at most T.
+    In the backward the adjoint takes `steps` = m products (0: the one-step, "Jacobian-free" gradient), otherwise as
+    many as bring its change to `tolerance`, at most T; then the pass itself is gone through once. `report` is told.
     """
-    outputs = [result.z_BTC, result.carried_BTC]
-    mu_BTC, made, residual = torch.zeros_like(entered_BTC), 0, 0.0
-    while made < (entered_BTC.shape[1] if steps is None else steps):
-        (new_BTC,) = torch.autograd.grad(outputs, entered_BTC, [g_BTC, mu_BTC], retain_graph=True)
-        change, size = (new_BTC - mu_BTC).norm(), new_BTC.norm()
-        residual = float(change / size) if size > 0 else 0.0
-        mu_BTC, made = new_BTC, made + 1
-        if steps is None and residual <= tolerance:
-            break
-    torch.autograd.backward(outputs, [g_BTC, mu_BTC])
-    return Adjoint(made, residual)
+    z_BTC: Tensor = _FixedPoint.apply(  # type: ignore[no-untyped-call]
+        result.z_BTC, result.carried_BTC, entered_BTC, steps, tolerance, report
+    )
+    return z_BTC
+
+
+class _FixedPoint(torch.autograd.Function):
+    """z as it is; its backward turns dloss/dz into the gradients of the pass's two outputs, g and the adjoint μ."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        z_BTC: Tensor,
+        carried_BTC: Tensor,
+        entered_BTC: Tensor,
+        steps: int | None,
+        tolerance: float,
+        report: Callable[[Adjoint], None],
+    ) -> Tensor:
+        ctx.graph = ([z_BTC, carried_BTC], entered_BTC, steps, tolerance, report)
+        return z_BTC.view_as(z_BTC)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g_BTC: Tensor) -> tuple[Tensor | None, ...]:
+        outputs, entered_BTC, steps, tolerance, report = ctx.graph
+        mu_BTC, made, residual = torch.zeros_like(entered_BTC), 0, 0.0
+        while made < (entered_BTC.shape[1] if steps is None else steps):
+            # Only as far as what the pass entered with: no weight's gradient is touched.
+            (new_BTC,) = torch.autograd.grad(outputs, entered_BTC, [g_BTC, mu_BTC], retain_graph=True)
+            change, size = (new_BTC - mu_BTC).norm(), new_BTC.norm()
+            residual = float(change / size) if size > 0 else 0.0
+            mu_BTC, made = new_BTC, made + 1
+            if steps is None and residual <= tolerance:
+                break
+        report(Adjoint(made, residual))
+        return g_BTC, mu_BTC, None, None, None, None
 
 
 @contextmanager

@@ -34,11 +34,11 @@ class TrainConfig:
     steps: int = 100_000
     """Updates of the weights."""
     passes: int | None = None
-    """K, block passes of a context-ready model (none: 5)."""
+    """K, block passes of a context-ready model (none: 5; gradient=bptt streams instead and has none)."""
     k_min: int | None = 2
     """Draw K from k_min to passes anew each step; none: K is always `passes`."""
     gradient: str = "unroll"
-    """unroll: through all passes; truncated: the last ones; implicit: the fixed point, in the memory of one pass."""
+    """unroll: through all passes; truncated: the last ones; implicit: the fixed point, in one; bptt: the stream."""
     truncated_passes: int = 1
     """J, how many of the last passes a truncated gradient goes through."""
     adjoint_steps: int | None = None
@@ -118,7 +118,7 @@ class TrainConfig:
             if not 0.0 <= getattr(self, name) <= most or getattr(self, name) == inf:
                 raise ContextReadyError(f"{name}={getattr(self, name)} is out of range; usual values are from 0 to 1.")
         _one_of("schedule", self.schedule, ("constant", "cosine"))
-        _one_of("gradient", self.gradient, ("unroll", "truncated", "implicit"))
+        _one_of("gradient", self.gradient, ("unroll", "truncated", "implicit", "bptt"))
         for key, mode in OF_MODE.items():
             if self.gradient != mode and getattr(self, key) != getattr(TrainConfig, key):
                 raise ContextReadyError(
@@ -129,7 +129,13 @@ class TrainConfig:
                 "gradient=implicit goes through one pass again and again, which a compiled or recomputed pass cannot; "
                 "leave compile and checkpoint_passes out."
             )
+        if self.gradient == "bptt" and (self.compile or self.checkpoint_passes):
+            raise ContextReadyError(
+                "gradient=bptt makes no parallel pass to compile or recompute; leave compile and checkpoint_passes out."
+            )
         _one_of("precision", self.precision, ("auto", "fp32", "bf16"))
+        if self.gradient == "bptt" and self.precision == "bf16":
+            raise ContextReadyError("gradient=bptt is exact and runs in fp32; leave precision=bf16 out.")
 
     @property
     def sequences_per_step(self) -> int:
@@ -180,7 +186,15 @@ def _settle_passes(model: ModelConfig, train: TrainConfig) -> TrainConfig:
                 f"passes={train.passes} needs a correction; a transformer makes one pass, so leave passes out or set "
                 "correction=add."
             )
+        if train.gradient != "unroll":
+            raise ContextReadyError(
+                f"gradient={train.gradient} needs a correction; a transformer makes one pass, so leave gradient out or "
+                "set correction=add."
+            )
         return dataclasses.replace(train, passes=1, k_min=None)
+    if train.gradient == "bptt":
+        # Recipes say how many passes their unroll makes; a stream makes none.
+        return dataclasses.replace(train, passes=None, k_min=None)
     passes = PAPER_PASSES if train.passes is None else train.passes
     if train.k_min is not None and train.k_min > passes:
         raise ContextReadyError(f"k_min={train.k_min} is above passes={passes}; lower k_min, or set k_min=none.")

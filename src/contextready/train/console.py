@@ -54,9 +54,8 @@ def print_recipes() -> None:
 def print_plan(config: RunConfig) -> None:
     """The settings a run would have, and its size, as JSON; nothing is trained."""
     cost, t = account(config.model), config.train
-    assert t.passes is not None
     # An adjoint that runs to its tolerance takes about as many products as the forward takes passes.
-    depths = range(t.k_min or t.passes, t.passes + 1)
+    depths = [None] if t.passes is None else range(t.k_min or t.passes, t.passes + 1)
     costs = [sequence_macs(cost, t, k, _adjoint(t, k)) for k in depths]
     per_step = t.sequences_per_step * sum(costs) / len(costs)
     summary = {
@@ -68,7 +67,7 @@ def print_plan(config: RunConfig) -> None:
     print(json.dumps(config.as_dict() | {"cost": summary}, indent=1))
 
 
-def _adjoint(train: TrainConfig, passes: int) -> int:
-    if train.gradient != "implicit" or passes == 1:
+def _adjoint(train: TrainConfig, passes: int | None) -> int:
+    if train.gradient != "implicit" or passes is None or passes == 1:
         return 0
     return passes if train.adjoint_steps is None else train.adjoint_steps

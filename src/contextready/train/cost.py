@@ -5,13 +5,15 @@ from contextready.solve.gradients import passes_through
 from contextready.train.config import TrainConfig
 
 
-def sequence_macs(account: Account, train: TrainConfig, passes: int, adjoint_steps: int = 0) -> int:
-    """Forward and backward of one sequence with K = `passes` and this many adjoint products.
+def sequence_macs(account: Account, train: TrainConfig, passes: int | None, adjoint_steps: int = 0) -> int:
+    """Forward and backward of one sequence with K = `passes` and this many adjoint products; none: one stream.
 
     A backward costs about twice the forward it goes back through: a product for the weights and one for the inputs.
     A vector-Jacobian product with respect to z costs only the latter.
     """
     T = train.block_size
+    if passes is None:
+        return 3 * (account.macs_sequence(T, 1) + T * account.macs_correction)
     forward = account.macs_sequence(T, passes)
     through = passes_through(train.gradient, train.truncated_passes, passes)
     if through == passes:

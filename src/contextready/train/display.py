@@ -63,7 +63,8 @@ class ConsoleDisplay:
         seconds, tokens = record["seconds"] - self._began[0], record["tokens"] - self._began[1]
         self._rate = f", {tokens / seconds:,.0f} tokens/s" if seconds > 0 else ""
         perplexity = exp(min(self._loss, 99.0))
-        line = f"loss {self._loss:.3f}, ppl {perplexity:.1f}{self._rate}, K={record['passes']}{self._residual}"
+        passes = "" if record["passes"] is None else f", K={record['passes']}"
+        line = f"loss {self._loss:.3f}, ppl {perplexity:.1f}{self._rate}{passes}{self._residual}"
         self._bar.update(self._task, completed=record["step"], line=line)
 
     def stop(self) -> None:

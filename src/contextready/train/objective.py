@@ -1,4 +1,4 @@
-"""The training loss: cross-entropy of the last of K passes, for a context-ready model or its baseline."""
+"""The training loss: cross-entropy of the last of K passes or of the stream, or of the baseline."""
 
 from collections import deque
 from collections.abc import Callable
@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from contextready.model.context_ready import ContextReady
 from contextready.model.transformer import Transformer
-from contextready.solve.gradients import continued, implicit_backward, passes_through, settle
+from contextready.solve.bptt import Stream
+from contextready.solve.gradients import Adjoint, at_fixed_point, continued, passes_through, settle
 
 
 class Loss(NamedTuple):
@@ -23,13 +24,16 @@ class Loss(NamedTuple):
     mean: Tensor
     """Cross-entropy per token."""
     residual: float | None
-    """How much the last pass changed z in the first row, relative to the largest ‖z‖; none for one pass."""
+    """How much the last pass changed z in the first row, relative to the largest ‖z‖; none for one pass or a stream."""
     adjoint_steps: int = 0
-    """Vector-Jacobian products an implicit gradient took."""
+    """Vector-Jacobian products that an implicit gradient took; known after the backward."""
 
 
-class Objective:
-    """The loss and its gradient, with passes compiled or recomputed and the gradient cut short if asked for."""
+class Objective(nn.Module):
+    """The loss as one differentiable graph, with passes compiled or recomputed and the gradient cut short if asked for.
+
+    It is a module so that what wraps modules (DDP, FSDP) can wrap it: one forward and one backward a step.
+    """
 
     def __init__(
         self,
@@ -42,6 +46,7 @@ class Objective:
         adjoint_tolerance: float = 1e-3,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
+        super().__init__()
         self.model, self.gradient, self.autocast = model, gradient, autocast
         self.truncated_passes, self.adjoint_steps = truncated_passes, adjoint_steps
         self.adjoint_tolerance = adjoint_tolerance
@@ -51,63 +56,62 @@ class Objective:
         if recompute:
             one_pass = partial(checkpoint, one_pass, use_reentrant=False)
         self.one_pass = one_pass
+        self.stream = Stream(model) if gradient == "bptt" and isinstance(model, ContextReady) else None
+        self._adjoint_made = 0
 
-    def __call__(self, inputs_BT: Tensor, targets_BT: Tensor, passes: int, measure: bool = False) -> Loss:
-        """The loss of K = `passes`, differentiable through all; `measure` also takes the residual of the last pass."""
-        residual = None
-        if isinstance(self.model, ContextReady):
-            e_BTC = self.model.backbone.embed(inputs_BT)
-            made = deque(islice(self.model.passes(e_BTC, recur=self.one_pass), passes), maxlen=2)
-            z_BTC = made[-1].z_BTC
-            if measure and passes > 1:
-                residual = _relative_change(made[-2].z_BTC[:1], z_BTC[:1])
-            logits_BTV = self.model.backbone.head(z_BTC)
-        else:
-            z_BTC, _ = self.one_pass(self.model.embed(inputs_BT))
-            logits_BTV = self.model.head(z_BTC)
-        return Loss(mean_cross_entropy(logits_BTV, targets_BT), residual)
+    def forward(self, inputs_BT: Tensor, targets_BT: Tensor, passes: int | None, measure: bool = False) -> Loss:
+        """The loss of K = `passes` (none: of the stream); `measure` also takes the residual of the last pass."""
+        with self.autocast():
+            model = self.model
+            if isinstance(model, Transformer):
+                z_BTC, _ = self.one_pass(model.embed(inputs_BT))
+                return Loss(mean_cross_entropy(model.head(z_BTC), targets_BT), None)
+            e_BTC = model.backbone.embed(inputs_BT)
+            earlier_BTC = None
+            if self.stream is not None:
+                z_BTC = self.stream(e_BTC)
+            else:
+                assert passes is not None
+                z_BTC, earlier_BTC = self._passes(model, e_BTC, passes)
+            residual = _relative_change(earlier_BTC[:1], z_BTC[:1]) if measure and earlier_BTC is not None else None
+            return Loss(mean_cross_entropy(model.backbone.head(z_BTC), targets_BT), residual)
+
+    def _passes(self, model: ContextReady, e_BTC: Tensor, passes: int) -> tuple[Tensor, Tensor | None]:
+        """z of the last of K passes, differentiable as the gradient mode wants, and z of the one before it."""
+        through = passes_through(self.gradient, self.truncated_passes, passes)
+        if through == passes:
+            made = deque(islice(model.passes(e_BTC, recur=self.one_pass), passes), maxlen=2)
+            return made[-1].z_BTC, made[-2].z_BTC if passes > 1 else None
+        before = settle(model, e_BTC.detach(), passes - through, self.one_pass)
+        implicit = self.gradient == "implicit"
+        entered_BTC = before.carried_BTC.detach().requires_grad_(implicit and torch.is_grad_enabled())
+        made = deque(continued(model, e_BTC, entered_BTC, through, self.one_pass), maxlen=2)
+        last, earlier_BTC = made[-1], made[-2].z_BTC if len(made) > 1 else before.z_BTC
+        if not implicit:
+            return last.z_BTC, earlier_BTC
+        z_BTC = at_fixed_point(last, entered_BTC, self.adjoint_steps, self.adjoint_tolerance, self._note)
+        return z_BTC, earlier_BTC
+
+    def _note(self, adjoint: Adjoint) -> None:
+        self._adjoint_made = adjoint.steps
 
     def backward(
-        self, inputs_BT: Tensor, targets_BT: Tensor, passes: int, scale: float = 1.0, measure: bool = False
-    ) -> Loss:
-        """Accumulate `scale` times the gradient of the loss of K = `passes`; the loss comes back without a graph."""
-        through = passes_through(self.gradient, self.truncated_passes, passes)
-        if not isinstance(self.model, ContextReady) or through == passes:
-            with self.autocast():
-                loss = self(inputs_BT, targets_BT, passes, measure)
-            (loss.mean * scale).backward()  # type: ignore[no-untyped-call]
-            return Loss(loss.mean.detach(), loss.residual)
-        return self._cut_short(self.model, inputs_BT, targets_BT, passes, through, scale, measure)
-
-    def _cut_short(
         self,
-        model: ContextReady,
         inputs_BT: Tensor,
         targets_BT: Tensor,
-        passes: int,
-        through: int,
-        scale: float,
-        measure: bool,
+        passes: int | None,
+        scale: float = 1.0,
+        measure: bool = False,
+        wrapped: nn.Module | None = None,
     ) -> Loss:
-        """The first passes without a gradient, the last `through` with one; `implicit` goes on to the fixed point's."""
-        implicit = self.gradient == "implicit"
-        with self.autocast():
-            e_BTC = model.backbone.embed(inputs_BT)
-            before = settle(model, e_BTC.detach(), passes - through, self.one_pass)
-            entered_BTC = before.carried_BTC.detach().requires_grad_(implicit)
-            made = deque(continued(model, e_BTC, entered_BTC, through, self.one_pass), maxlen=2)
-            last, earlier_BTC = made[-1], made[-2].z_BTC if len(made) > 1 else before.z_BTC
-            # The implicit gradient needs dloss/dz by itself, so there the head's graph ends at z.
-            z_BTC = last.z_BTC.detach().requires_grad_() if implicit else last.z_BTC
-            mean = mean_cross_entropy(model.backbone.head(z_BTC), targets_BT)
-        (mean * scale).backward()  # type: ignore[no-untyped-call]
-        adjoint_steps = 0
-        if implicit:
-            assert z_BTC.grad is not None
-            adjoint = implicit_backward(last, entered_BTC, z_BTC.grad, self.adjoint_steps, self.adjoint_tolerance)
-            adjoint_steps = adjoint.steps
-        residual = _relative_change(earlier_BTC[:1], last.z_BTC[:1]) if measure else None
-        return Loss(mean.detach(), residual, adjoint_steps)
+        """Accumulate `scale` times the gradient of the loss of K = `passes`; the loss comes back without a graph.
+
+        `wrapped` is what wraps this objective, if anything does.
+        """
+        self._adjoint_made = 0
+        loss: Loss = (wrapped or self)(inputs_BT, targets_BT, passes, measure)
+        (loss.mean * scale).backward()  # type: ignore[no-untyped-call]
+        return Loss(loss.mean.detach(), loss.residual, self._adjoint_made)
 
 
 def mean_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

@@ -19,9 +19,10 @@ def learning_rate(train: TrainConfig, step: int) -> float:
     return train.lr * (train.min_lr + (1.0 - train.min_lr) * 0.5 * (1.0 + cos(pi * done)))
 
 
-def passes_of_step(train: TrainConfig, step: int) -> int:
+def passes_of_step(train: TrainConfig, step: int) -> int | None:
     """K of update `step`: fixed, or uniform from k_min to K, drawn from the seed and the step alone."""
-    assert train.passes is not None
+    if train.passes is None:
+        return None
     if train.k_min is None:
         return train.passes
     draw = np.random.default_rng((train.seed, step, DEPTH_STREAM))

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from contextready.analysis.perplexity import parallel_scores
+from contextready.analysis.perplexity import parallel_scores, sequential_score
 from contextready.data.batches import Batches, Windows
 from contextready.data.shards import SPLITS, Data
 from contextready.device import find_device, multiplies_bf16
@@ -118,7 +118,9 @@ class Trainer:
             return checkpoints.restore(saved, self.model, self.optimizer, self.device)
         if origin is not None:
             load_origin(self.model, self.config, checkpoints.open_checkpoint(Path(origin)), self.data)
-        bf16 = t.precision == "bf16" or (t.precision == "auto" and multiplies_bf16(self.device))
+        bf16 = t.precision == "bf16" or (
+            t.precision == "auto" and t.gradient != "bptt" and multiplies_bf16(self.device)
+        )
         return checkpoints.Progress(
             precision="bf16" if bf16 else "fp32",
             data_identity=self.data.identity,
@@ -196,12 +198,15 @@ class Trainer:
         }
 
     def _validate(self, metrics: Metrics) -> float:
-        """Validation loss at K passes in full precision; remembers the best."""
+        """Validation loss at K passes, or streamed if training is, in full precision; remembers the best."""
         t, p = self.config.train, self.progress
-        assert t.passes is not None
         windows = None if t.eval_tokens is None else max(1, t.eval_tokens // t.block_size)
         self.model.eval()
-        score = parallel_scores(self.model, self.validation, [t.passes], windows)[t.passes]
+        if t.passes is None:
+            assert isinstance(self.model, ContextReady)
+            score = sequential_score(self.model, self.validation, windows)
+        else:
+            score = parallel_scores(self.model, self.validation, [t.passes], windows)[t.passes]
         self.model.train()
         if isfinite(score.loss) and p.step > 0 and (p.best_loss is None or score.loss < p.best_loss):
             p.best_step, p.best_loss = p.step, score.loss

@@ -1,0 +1,241 @@
+"""Backpropagation through the stream: the exact gradient of reading left to right, made affordable.
+
+An autograd loop over a stream copies its growing cache at every token and adds to every weight's gradient at every
+token. Here every intermediate result has its place in buffers made once, each token's backward is written out for the
+activations alone, and a weight's gradient is one product over all tokens at the end.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contextready.model.context_ready import ContextReady
+from contextready.model.correction import Add, Blind, BlockHead, Concat, Correction, Tied
+from contextready.model.transformer import FFN, Block, Transformer, attention_plan
+from contextready.solve.bptt_parts import (
+    Gradients,
+    Rows,
+    StepAttention,
+    StepDropout,
+    StepFFN,
+    StepNorm,
+    StepResidual,
+)
+
+
+class Stream:
+    """The outputs z of a model's stream over whole sequences, differentiable."""
+
+    def __init__(self, model: ContextReady) -> None:
+        self.model = model
+        self._free: _Tape | None = None
+
+    def __call__(self, e_BTC: Tensor) -> Tensor:
+        """z (B, T, C) of embeddings read one by one."""
+        model = self.model
+        if not isinstance(model.backbone, Transformer) or type(model.correction) not in _CORRECTIONS:
+            # Another backbone knows its own step only, so autograd goes through that.
+            return model.read(e_BTC, model.init_state(len(e_BTC)))[0]
+        z_BTC: Tensor = _Read.apply(e_BTC, self, *model.parameters())  # type: ignore[no-untyped-call]
+        return z_BTC
+
+    def take_tape(self, e_BTC: Tensor) -> "_Tape":
+        """A tape that no one is using, with the buffers of an earlier step if they fit."""
+        tape, self._free = self._free, None
+        if tape is None or tape.made_for != _made_for(self.model, e_BTC):
+            tape = _Tape(self.model, e_BTC)
+        return tape
+
+    def give_back(self, tape: "_Tape") -> None:
+        """Keep the buffers for the next step."""
+        self._free = tape
+
+
+class _Read(torch.autograd.Function):
+    """The stream as one node of the graph, from embeddings and weights to z."""
+
+    @staticmethod
+    def forward(ctx: Any, e_BTC: Tensor, stream: Stream, *parameters: nn.Parameter) -> Tensor:
+        ctx.stream, ctx.parameters, ctx.tape = stream, parameters, stream.take_tape(e_BTC)
+        z_BTC: Tensor = ctx.tape.forward(e_BTC)
+        return z_BTC
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g_BTC: Tensor) -> tuple[Tensor | None, ...]:
+        tape, ctx.tape = ctx.tape, None
+        if tape is None:
+            raise RuntimeError("The stream's buffers were used by a first backward; read it again.")
+        de_BTC = tape.backward(g_BTC)
+        gradients: dict[Tensor, Tensor] = {}
+        for parameter, gradient in tape.gather():
+            # The tied correction uses the weights of a block a second time.
+            gradients[parameter] = gradients[parameter] + gradient if parameter in gradients else gradient
+        ctx.stream.give_back(tape)
+        return de_BTC, None, *(gradients.get(p) for p in ctx.parameters)
+
+
+def _made_for(model: ContextReady, e_BTC: Tensor) -> tuple[Any, ...]:
+    return e_BTC.shape, e_BTC.dtype, e_BTC.device, model.training
+
+
+class _Tape:
+    """All steps of one stream, and what their backward needs."""
+
+    def __init__(self, model: ContextReady, e_BTC: Tensor) -> None:
+        backbone = model.backbone
+        assert isinstance(backbone, Transformer)
+        T, C = e_BTC.shape[1:]
+        self.made_for = _made_for(model, e_BTC)
+        self.e, self.x = Rows(e_BTC, C), Rows(e_BTC, C)
+        self.correction = _CORRECTIONS[type(model.correction)](model.correction, self.e)
+        self.drop = StepDropout(backbone.dropout)
+        self.entered = self.x.like(C) if self.drop.p > 0.0 else self.x
+        plan = attention_plan(backbone.config, e_BTC, 0, 0)
+        self.layers: list[StepResidual] = []
+        for block in backbone.layers:
+            assert isinstance(block, Block)
+            attention = StepAttention(block.attn, self.e, plan, min(backbone.config.window or T, T))
+            self._add(block.attn_norm, attention, block.dropout)
+            self._add(block.ffn_norm, StepFFN(block.ffn, self.e), block.dropout)
+        if backbone.extra_ffn is not None and backbone.extra_norm is not None:
+            self._add(backbone.extra_norm, StepFFN(backbone.extra_ffn, self.e), backbone.dropout)
+
+    def _add(self, norm: nn.LayerNorm, inner: StepFFN | StepAttention, dropout: nn.Dropout) -> None:
+        h = self.layers[-1].y if self.layers else self.entered
+        self.layers.append(StepResidual(h, norm, inner, dropout))
+
+    def forward(self, e_BTC: Tensor) -> Tensor:
+        self.correction.begin()
+        for layer in self.layers:
+            layer.begin()
+        self.e.all.copy_(e_BTC.transpose(0, 1))
+        z, carried_BC = self.layers[-1].y, torch.zeros_like(self.e.at[0])
+        for t, x_BC in enumerate(self.x.at):
+            torch.add(self.e.at[t], self.correction.forward(t, carried_BC), out=x_BC)
+            if self.entered is not self.x:
+                self.entered.at[t].copy_(self.drop.forward(x_BC))
+            for layer in self.layers:
+                layer.forward(t)
+            carried_BC = self.correction.carry(x_BC, z.at[t])
+        return z.all.transpose(0, 1).contiguous()
+
+    def backward(self, g_BTC: Tensor) -> Tensor:
+        dz_TBC = g_BTC.transpose(0, 1).contiguous()
+        dcarried_BC, embeddings = torch.zeros_like(dz_TBC[0]), []
+        for t in reversed(range(len(dz_TBC))):
+            dx_carried_BC, dz_BC = self.correction.carry_backward(dcarried_BC)
+            dh_BC = dz_TBC[t] + dz_BC
+            for layer in reversed(self.layers):
+                dh_BC = layer.backward(t, dh_BC)
+            dx_BC = self.drop.backward(dh_BC)
+            if dx_carried_BC is not None:
+                dx_BC = dx_BC + dx_carried_BC
+            dcarried_BC, de_BC = self.correction.backward(t, dx_BC)
+            embeddings.append(dx_BC if de_BC is None else dx_BC + de_BC)
+        return torch.stack(embeddings[::-1], dim=1)
+
+    def gather(self) -> Gradients:
+        """The gradient of every weight, each as one product over all tokens."""
+        yield from self.correction.gather()
+        for layer in self.layers:
+            yield from layer.gather()
+
+
+class _Correction:
+    """A correction with a norm and a network; what it carries over is z."""
+
+    inputs_wide = 1
+
+    def __init__(self, correction: Correction, e: Rows) -> None:
+        norm = correction.norm
+        ffn = correction._shared[0] if isinstance(correction, Tied) else correction.ffn
+        assert isinstance(norm, nn.LayerNorm)
+        assert isinstance(ffn, FFN)
+        self.e, self.joined = e, e.like(self.inputs_wide * e.all.shape[2])
+        self.norm, self.ffn = StepNorm(norm, self.joined), StepFFN(ffn, e)
+
+    def begin(self) -> None:
+        self.norm.begin()
+        self.ffn.begin()
+
+    def join(self, carried_BC: Tensor, e_BC: Tensor, out: Tensor) -> None:
+        """What the norm sees."""
+        torch.add(carried_BC, e_BC, out=out)
+
+    def join_backward(self, d: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the carried vector and of the embedding."""
+        return d, d
+
+    def forward(self, t: int, carried_BC: Tensor) -> Tensor:
+        self.join(carried_BC, self.e.at[t], self.joined.at[t])
+        return self.ffn.forward(t, self.norm.forward(t))
+
+    def backward(self, t: int, dcorrection_BC: Tensor) -> tuple[Tensor, Tensor | None]:
+        self.ffn.dy.at[t].copy_(dcorrection_BC)
+        self.ffn.backward(t, out=self.norm.dy.at[t])
+        return self.join_backward(self.norm.backward(t))
+
+    def carry(self, x_BC: Tensor, z_BC: Tensor) -> Tensor:
+        return z_BC
+
+    def carry_backward(self, dcarried_BC: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Gradients of x and of z."""
+        return None, dcarried_BC
+
+    def gather(self) -> Gradients:
+        x, gradients = self.norm.gather()
+        yield from gradients
+        yield from self.ffn.gather(x)
+
+
+class _Blind(_Correction):
+    def join(self, carried_BC: Tensor, e_BC: Tensor, out: Tensor) -> None:
+        out.copy_(carried_BC)
+
+    def join_backward(self, d: Tensor) -> tuple[Tensor, Tensor | None]:
+        return d, None
+
+
+class _Concat(_Correction):
+    inputs_wide = 2
+
+    def join(self, carried_BC: Tensor, e_BC: Tensor, out: Tensor) -> None:
+        torch.cat((carried_BC, e_BC), dim=-1, out=out)
+
+    def join_backward(self, d: Tensor) -> tuple[Tensor, Tensor | None]:
+        dcarried_BC, de_BC = d.chunk(2, dim=-1)
+        return dcarried_BC, de_BC
+
+
+class _BlockHead(_Correction):
+    def __init__(self, correction: Correction, e: Rows) -> None:
+        pass
+
+    def begin(self) -> None:
+        pass
+
+    def forward(self, t: int, carried_BC: Tensor) -> Tensor:
+        return carried_BC
+
+    def backward(self, t: int, dcorrection_BC: Tensor) -> tuple[Tensor, Tensor | None]:
+        return dcorrection_BC, None
+
+    def carry(self, x_BC: Tensor, z_BC: Tensor) -> Tensor:
+        return z_BC - x_BC
+
+    def carry_backward(self, dcarried_BC: Tensor) -> tuple[Tensor | None, Tensor]:
+        return -dcarried_BC, dcarried_BC
+
+    def gather(self) -> Gradients:
+        yield from ()
+
+
+_CORRECTIONS: dict[type[Correction], type[_Correction]] = {
+    Add: _Correction,
+    Tied: _Correction,
+    Blind: _Blind,
+    Concat: _Concat,
+    BlockHead: _BlockHead,
+}

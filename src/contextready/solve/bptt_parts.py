@@ -1,0 +1,278 @@
+"""The parts of a transformer one position at a time, forward and backward, with every result in a place made once.
+
+Each has the same functions: `begin` looks the weights up, `forward` is called for t = 0 … T-1, `backward` for
+t = T-1 … 0, and `gather` gives the gradients of the weights. Shapes: N = B·H, M = 2·N, S keys that a query sees.
+"""
+
+# ruff: noqa: D102  (what these functions do is said once, above)
+
+from collections.abc import Iterator
+from math import sqrt
+
+import torch
+from torch import Tensor, nn
+
+from contextready.model.transformer import FFN, Attention, AttentionPlan
+
+aten = torch.ops.aten
+CHUNK = 32
+"""Positions whose gradients reach the keys before them in one product."""
+Gradients = Iterator[tuple[Tensor, Tensor]]
+"""Weights and their gradients."""
+
+
+class Rows:
+    """A vector for every token: all of them (T, B, width), and views of each position's, made once."""
+
+    def __init__(self, like_BT: Tensor, width: int) -> None:
+        B, T = like_BT.shape[:2]
+        self.all = like_BT.new_empty(T, B, width)
+        self.at = self.all.unbind(0)
+
+    def like(self, width: int) -> "Rows":
+        """Rows of another width for the same tokens."""
+        return Rows(self.all.transpose(0, 1), width)
+
+    @property
+    def flat(self) -> Tensor:
+        """Tokens in one dimension."""
+        return self.all.flatten(0, 1)
+
+
+class StepLinear:
+    """A product by a weight. Whoever is behind it fills in dy; its inputs are handed in again to gather."""
+
+    def __init__(self, linear: nn.Linear, rows: Rows, order: Tensor | None = None) -> None:
+        self.linear, self.order = linear, order
+        self.y, self.dy = rows.like(linear.out_features), rows.like(linear.out_features)
+
+    def begin(self) -> None:
+        weight, bias, order = self.linear.weight, self.linear.bias, self.order
+        self.weight: Tensor = weight if order is None else weight[order]
+        self.bias: Tensor | None = bias if order is None or bias is None else bias[order]
+        self.transposed = self.weight.t()
+
+    def forward(self, t: int, x_BC: Tensor) -> Tensor:
+        if self.bias is None:
+            return torch.mm(x_BC, self.transposed, out=self.y.at[t])
+        return torch.addmm(self.bias, x_BC, self.transposed, out=self.y.at[t])
+
+    def backward(self, t: int, out: Tensor | None = None) -> Tensor:
+        return torch.mm(self.dy.at[t], self.weight, out=out)
+
+    def gather(self, x: Tensor) -> Gradients:
+        yield self.linear.weight, self._unordered(self.dy.flat.t() @ x)
+        if self.linear.bias is not None:
+            yield self.linear.bias, self._unordered(self.dy.flat.sum(0))
+
+    def _unordered(self, tensor: Tensor) -> Tensor:
+        return tensor if self.order is None else torch.empty_like(tensor).index_copy_(0, self.order, tensor)
+
+
+class StepNorm:
+    """A layer norm. Whoever is behind it fills in dy."""
+
+    def __init__(self, norm: nn.LayerNorm, x: Rows) -> None:
+        self.norm, self.x, self.dy = norm, x, x.like(x.all.shape[2])
+
+    def begin(self) -> None:
+        n = self.norm
+        self.weight, self.bias = n.weight, n.bias
+        self.moments: list[tuple[Tensor, Tensor]] = []
+
+    def forward(self, t: int) -> Tensor:
+        y_BC, *moments = self._forward(self.x.at[t])
+        self.moments.append((moments[0], moments[1]))
+        return y_BC
+
+    def backward(self, t: int) -> Tensor:
+        """The gradient of the input from dy, which the part behind this one has filled in."""
+        return self._backward(self.dy.at[t], self.x.at[t], *self.moments[t], [True, False, False])[0]
+
+    def gather(self) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """The outputs of all tokens once more, which cost less than to keep, and the gradients of the weights."""
+        y, mean, rstd = self._forward(self.x.flat)
+        wanted = [False, True, self.bias is not None]
+        _, *gradients = self._backward(self.dy.flat, self.x.flat, mean, rstd, wanted)
+        return y, [(p, g) for p, g in zip((self.weight, self.bias), gradients, strict=True) if p is not None]
+
+    def _forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.native_layer_norm(x, self.norm.normalized_shape, self.weight, self.bias, self.norm.eps)
+
+    def _backward(self, dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, wanted: list[bool]) -> tuple[Tensor, ...]:
+        out: tuple[Tensor, ...] = aten.native_layer_norm_backward(
+            dy, x, self.norm.normalized_shape, mean, rstd, self.weight, self.bias, wanted
+        )
+        return out
+
+
+class StepDropout:
+    """Dropout, with a mask for each position."""
+
+    def __init__(self, dropout: nn.Dropout) -> None:
+        self.p = dropout.p if dropout.training else 0.0
+        self.masks: list[Tensor] = []
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        if self.p == 0.0:
+            return x_BC
+        y_BC, mask_BC = torch.native_dropout(x_BC, self.p, True)
+        self.masks.append(mask_BC)
+        return y_BC
+
+    def backward(self, dy_BC: Tensor) -> Tensor:
+        if self.p == 0.0:
+            return dy_BC
+        dx_BC: Tensor = aten.native_dropout_backward(dy_BC, self.masks.pop(), 1.0 / (1.0 - self.p))
+        return dx_BC
+
+
+class StepFFN:
+    """Linear, GELU, linear."""
+
+    def __init__(self, ffn: FFN, rows: Rows) -> None:
+        self.up, self.down = StepLinear(ffn.up, rows), StepLinear(ffn.down, rows)
+        self.active, self.dy = rows.like(ffn.up.out_features), self.down.dy
+
+    def begin(self) -> None:
+        self.up.begin()
+        self.down.begin()
+
+    def forward(self, t: int, x_BC: Tensor) -> Tensor:
+        aten.gelu.out(self.up.forward(t, x_BC), out=self.active.at[t])
+        return self.down.forward(t, self.active.at[t])
+
+    def backward(self, t: int, out: Tensor) -> None:
+        hidden = self.up.y
+        if t == len(hidden.at) - 1:
+            # The slopes of all tokens at once, in the place of what they are taken at.
+            one = hidden.all.new_ones(()).expand_as(hidden.all)
+            aten.gelu_backward.grad_input(one, hidden.all, grad_input=hidden.all)
+        self.down.backward(t, out=self.up.dy.at[t]).mul_(hidden.at[t])
+        self.up.backward(t, out=out)
+
+    def gather(self, x: Tensor) -> Gradients:
+        yield from self.up.gather(x)
+        yield from self.down.gather(self.active.flat)
+
+
+class StepResidual:
+    """A residual branch: h + dropout(inner(LN(h)))."""
+
+    def __init__(self, h: Rows, norm: nn.LayerNorm, inner: "StepFFN | StepAttention", dropout: nn.Dropout) -> None:
+        self.h, self.norm, self.inner, self.drop = h, StepNorm(norm, h), inner, StepDropout(dropout)
+        self.y = h.like(h.all.shape[2])
+
+    def begin(self) -> None:
+        self.norm.begin()
+        self.inner.begin()
+
+    def forward(self, t: int) -> None:
+        branch_BC = self.drop.forward(self.inner.forward(t, self.norm.forward(t)))
+        torch.add(self.h.at[t], branch_BC, out=self.y.at[t])
+
+    def backward(self, t: int, dy_BC: Tensor) -> Tensor:
+        self.inner.dy.at[t].copy_(self.drop.backward(dy_BC))
+        self.inner.backward(t, out=self.norm.dy.at[t])
+        return self.norm.backward(t).add_(dy_BC)
+
+    def gather(self) -> Gradients:
+        x, gradients = self.norm.gather()
+        yield from gradients
+        yield from self.inner.gather(x)
+
+
+class StepAttention:
+    """One query at a time over buffers of keys and values.
+
+    A key's gradient comes from all later queries. Those of its own chunk of positions are taken when the backward
+    reaches the key; a chunk that is done adds to all earlier keys in one product.
+    """
+
+    def __init__(self, attention: Attention, rows: Rows, plan: AttentionPlan, window: int) -> None:
+        T, B, C = rows.all.shape
+        H, D, new = attention.heads, attention.head_size, rows.all.new_empty
+        # Keys, queries, values; channels that turn together, of keys and queries, side by side as a complex number.
+        q, k, v = torch.arange(3 * C, device=rows.all.device).view(3, H, 2, D // 2)
+        order = torch.cat((k.mT.flatten(), q.mT.flatten(), v.flatten()))
+        self.kqv, self.out = StepLinear(attention.qkv, rows, order), StepLinear(attention.out, rows)
+        self.mixed, self.dy = rows.like(C), self.out.dy
+        # The turn by each position's angle; the query is scaled in the same stroke.
+        scale_21D = rows.all.new_tensor([1.0, 1.0 / sqrt(D)])[:, None, None]
+        turns_T21D = torch.complex(plan.cos_TD, plan.sin_TD)[:, None, None] * scale_21D
+        self.turns, self.turns_back = turns_T21D.unbind(0), turns_T21D.conj().resolve_conj().unbind(0)
+        self.T, self.W, self.shape_BHD = T, window, (B, H, D)
+        self.k_NTD, self.v_NTD, self.dy_q_MTD = *new(2, B * H, T, D), new(2 * B * H, T, D)
+        self.dy_NTD, self.q_NTD = self.dy_q_MTD.chunk(2)
+        self.dvkq_3BHTD = new(3, B, H, T, D)
+        self.dv_dk_MTD, self.dq_NTD = self.dvkq_3BHTD[:2].flatten(0, 2), self.dvkq_3BHTD[2].flatten(0, 1)
+        # Row t is of the W keys t - W + 1 … t, the newest last, behind as many zeros as let a chunk of rows be read as
+        # a matrix of queries by keys.
+        self.p_ds_MTP = new(2 * B * H, T, CHUNK - 1 + window)
+        self.p_ds_MTP[:, :, : CHUNK - 1] = 0.0
+        self.p_NTP, self.ds_NTP = self.p_ds_MTP.chunk(2)
+
+    def begin(self) -> None:
+        self.kqv.begin()
+        self.out.begin()
+
+    def forward(self, t: int, x_BC: Tensor) -> Tensor:
+        first, (B, H, D) = max(0, t + 1 - self.W), self.shape_BHD
+        kqv_B3HD = self.kqv.forward(t, x_BC).view(B, 3, H, D)
+        kq_B2HD = kqv_B3HD[:, :2]
+        _turn(kq_B2HD, self.turns[t], out=kq_B2HD)
+        k_BHD, q_BHD, v_BHD = kqv_B3HD.unbind(1)
+        q_N1D = q_BHD.reshape(B * H, 1, D)
+        self.k_NTD[:, t].view(B, H, D).copy_(k_BHD)
+        self.v_NTD[:, t].view(B, H, D).copy_(v_BHD)
+        self.q_NTD[:, t : t + 1] = q_N1D
+        p_N1S = torch.bmm(q_N1D, self.k_NTD[:, first : t + 1].mT).softmax(-1)
+        self.p_NTP[:, t : t + 1, first - t - 1 :] = p_N1S
+        torch.bmm(p_N1S, self.v_NTD[:, first : t + 1], out=self.mixed.at[t].view(B * H, 1, D))
+        return self.out.forward(t, self.mixed.at[t])
+
+    def backward(self, t: int, out: Tensor) -> None:
+        first, (B, H, D) = max(0, t + 1 - self.W), self.shape_BHD
+        if t == self.T - 1:
+            self.dv_dk_MTD.zero_()
+        dy_N1D = self.out.backward(t).view(B * H, 1, D)
+        self.dy_NTD[:, t : t + 1] = dy_N1D
+        p_N1S = self.p_NTP[:, t : t + 1, first - t - 1 :]
+        dp_N1S = torch.bmm(dy_N1D, self.v_NTD[:, first : t + 1].mT)
+        ds_N1S = aten._softmax_backward_data(dp_N1S, p_N1S, -1, p_N1S.dtype)
+        self.ds_NTP[:, t : t + 1, first - t - 1 :] = ds_N1S
+        self.dq_NTD[:, t : t + 1] = torch.bmm(ds_N1S, self.k_NTD[:, first : t + 1])
+        begin = t - t % CHUNK
+        end = min(begin + CHUNK, self.T)
+        self._add_to_keys(range(t, t + 1), range(t, min(end, t + self.W)))
+        dkqv_3BHD = self.kqv.dy.at[t].view(B, 3, H, D).transpose(0, 1)
+        _turn(self.dvkq_3BHTD[1:, :, :, t].transpose(0, 1), self.turns_back[t], out=dkqv_3BHD[:2].transpose(0, 1))
+        dkqv_3BHD[2] = self.dvkq_3BHTD[0, :, :, t]
+        if t == begin:
+            self._add_to_keys(range(first, t), range(t, end))
+        self.kqv.backward(t, out=out)
+
+    def _add_to_keys(self, keys: range, queries: range) -> None:
+        """Add what these queries, at most a chunk of them, make of the gradients of these keys before them."""
+        if not keys:
+            return
+        M, T, P = self.p_ds_MTP.shape
+        # A key moves one column to the left with each query: in rows that are one shorter it stays in its column.
+        size, stride = (M, len(queries), len(keys)), (T * P, P - 1, 1)
+        matrix = self.p_ds_MTP.as_strided(size, stride, (queries.start + 1) * (P - 1) + keys.start)
+        # Copied, because a batch of matrices with these strides would be multiplied one by one.
+        product = torch.bmm(matrix.mT.contiguous(), self.dy_q_MTD[:, queries.start : queries.stop])
+        self.dv_dk_MTD[:, keys.start : keys.stop] += product
+
+    def gather(self, x: Tensor) -> Gradients:
+        yield from self.kqv.gather(x)
+        yield from self.out.gather(self.mixed.flat)
+
+
+def _turn(x_BPHD: Tensor, turns: Tensor, out: Tensor) -> None:
+    """Multiply pairs of channels, as complex numbers, by a turn."""
+    torch.mul(_as_complex(x_BPHD), turns, out=_as_complex(out))
+
+
+def _as_complex(x: Tensor) -> Tensor:
+    return torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
