@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"contextready {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for add in (_add_demo, _add_data, _add_train, _add_eval, _add_plot, _add_info, _add_exact):
+    for add in (_add_demo, _add_data, _add_train, _add_unshard, _add_eval, _add_plot, _add_info, _add_exact):
         add(verbs)
     return parser
 
@@ -128,6 +128,19 @@ def _add_train(verbs: Verbs) -> None:
     train.add_argument("--list", action="store_true", help="list the recipes")
     train.add_argument("--dry-run", action="store_true", help="print the settings and the cost, and train nothing")
     train.set_defaults(run=_train)
+
+
+def _add_unshard(verbs: Verbs) -> None:
+    unshard = _verb(
+        verbs,
+        "unshard",
+        "a plain checkpoint from a sharded one",
+        "Write the checkpoint of a run with parallel=fsdp as plain safetensors. The metadata of a\n"
+        "sharded checkpoint is a pickle, which can run code when it is read: only for your own runs.",
+    )
+    unshard.add_argument("checkpoint", type=Path, help="run (its newest checkpoint is used) or checkpoint")
+    unshard.add_argument("out", type=Path, help="folder to make")
+    unshard.set_defaults(run=_unshard)
 
 
 def _add_eval(verbs: Verbs) -> None:
@@ -247,6 +260,13 @@ def _show(options: argparse.Namespace) -> None:
     from contextready.data.console import show
 
     show(options.data, options.split, options.count, options.tokens, options.seed)
+
+
+def _unshard(options: argparse.Namespace) -> int:
+    from contextready.train.checkpoint import unshard
+
+    print(f"Wrote {unshard(options.checkpoint, options.out)}. Next: crt eval {options.out}")
+    return 0
 
 
 def _train(options: argparse.Namespace) -> int:

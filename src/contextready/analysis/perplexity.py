@@ -49,6 +49,14 @@ class Score:
         """Standard error of the perplexity."""
         return self.perplexity * self.loss_error
 
+    @classmethod
+    def interleaved(cls, shares: "Sequence[Score]") -> "Score":
+        """All windows in their order, from n shares that each scored every n-th."""
+        nll_W = np.empty(sum(len(share.nll_W) for share in shares))
+        for i, share in enumerate(shares):
+            nll_W[i :: len(shares)] = share.nll_W
+        return cls(nll_W)
+
     def bits_per_byte(self, bytes_per_token: float) -> tuple[float, float]:
         """Bits to code a byte of text, and the standard error of that."""
         scale = log(2.0) * bytes_per_token
@@ -73,11 +81,15 @@ def parallel_scores(
     passes: Sequence[int],
     count: int | None = None,
     advance: Callable[[int], None] = lambda _: None,
+    share: tuple[int, int] = (0, 1),
 ) -> dict[int, Score]:
-    """Score the first `count` windows (default: all) after each of these K; a transformer has only K = 1."""
+    """Score the first `count` windows (default: all) after each of these K; a transformer has only K = 1.
+
+    With `share` = (i, n), only the windows i, i + n, i + 2n, …
+    """
     found: dict[int, list[Tensor]] = {k: [] for k in passes}
     rows = max(1, PARALLEL_TOKENS // windows.block_size)
-    for inputs_BT, targets_BT in _batches(model, windows, count, rows):
+    for inputs_BT, targets_BT in _batches(model, windows, count, rows, share):
         if isinstance(model, ContextReady):
             unroll = model.passes(model.backbone.embed(inputs_BT))
             for k, made in enumerate(islice(unroll, max(passes)), 1):
@@ -87,7 +99,7 @@ def parallel_scores(
             z_BTC, _ = model.blocks(model.embed(inputs_BT))
             found[1].append(window_nll(model, z_BTC, targets_BT))
         advance(inputs_BT.numel())
-    return {k: Score(torch.cat(nll).numpy()) for k, nll in found.items()}
+    return {k: Score(_joined(nll)) for k, nll in found.items()}
 
 
 @torch.inference_mode()
@@ -96,16 +108,17 @@ def sequential_score(
     windows: Windows,
     count: int | None = None,
     advance: Callable[[int], None] = lambda _: None,
+    share: tuple[int, int] = (0, 1),
 ) -> Score:
     """Score the first `count` windows as streaming computes them: one token after the other, many windows at once."""
     found = []
     one_row = _state_bytes(model, windows.block_size)
     rows = max(1, min(SEQUENTIAL_ROWS, SEQUENTIAL_BYTES // one_row))
-    for inputs_BT, targets_BT in _batches(model, windows, count, rows):
+    for inputs_BT, targets_BT in _batches(model, windows, count, rows, share):
         z_BTC, _ = model.read(model.backbone.embed(inputs_BT), model.init_state(len(inputs_BT)))
         found.append(window_nll(model, z_BTC, targets_BT))
         advance(inputs_BT.numel())
-    return Score(torch.cat(found).numpy())
+    return Score(_joined(found))
 
 
 def window_nll(model: Transformer | ContextReady, z_BTC: Tensor, targets_BT: Tensor) -> Tensor:
@@ -129,10 +142,15 @@ def _state_bytes(model: ContextReady, tokens: int) -> int:
 
 
 def _batches(
-    model: Transformer | ContextReady, windows: Windows, count: int | None, rows: int
+    model: Transformer | ContextReady, windows: Windows, count: int | None, rows: int, share: tuple[int, int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     device = next(model.parameters()).device
-    total = windows.count if count is None else min(count, windows.count)
-    for first in range(0, total, rows):
-        inputs_BT, targets_BT = windows.read(np.arange(first, min(first + rows, total)))
+    numbers = np.arange(share[0], windows.count if count is None else min(count, windows.count), share[1])
+    for first in range(0, len(numbers), rows):
+        inputs_BT, targets_BT = windows.read(numbers[first : first + rows])
         yield inputs_BT.to(device), targets_BT.to(device)
+
+
+def _joined(nll: list[Tensor]) -> np.ndarray:
+    joined: np.ndarray = torch.cat(nll).numpy() if nll else np.empty(0)
+    return joined

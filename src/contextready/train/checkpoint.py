@@ -9,11 +9,13 @@
         trainer.json            step, data position, best validation, other generators
         manifest.json           size and SHA-256 of each
 
-A checkpoint is written aside, forced to disk and renamed, so every folder named step-… is whole.
+With parallel=fsdp weights and moments lie in PyTorch's distributed format instead (`sharded.py`). A checkpoint is
+written aside, forced to disk and renamed, so every folder named step-… is whole.
 """
 
 import random
 import shutil
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,15 @@ from contextready.model.build import ModelConfig, build_model
 from contextready.model.context_ready import ContextReady
 from contextready.model.transformer import Transformer
 from contextready.settings import build_settings
+from contextready.train.sharded import (
+    describe_saved,
+    is_sharded_checkpoint,
+    load_sharded,
+    read_whole,
+    refuse_sharded,
+    save_sharded,
+)
+from contextready.train.team import Team
 
 FORMAT = "contextready-checkpoint"
 FOLDER = "checkpoints"
@@ -84,10 +95,17 @@ class Checkpoint:
         load_weights(model, self.tensors("model"), self.folder)
         return model.eval()
 
+    @property
+    def sharded(self) -> bool:
+        """Whether weights and moments are in the distributed format."""
+        return is_sharded_checkpoint(self.folder)
+
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of one of its files."""
         from safetensors.torch import load_file
 
+        if self.sharded and name != "rng":
+            raise refuse_sharded(self)
         return load_file(self.folder / f"{name}.safetensors")
 
 
@@ -131,64 +149,138 @@ def save_checkpoint(
     progress: Progress,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    device: torch.device,
+    team: Team,
     tokenizer_folder: Path,
     keep: int,
 ) -> Path:
-    """Write the checkpoint of this step, then delete the ones no longer kept."""
-    from safetensors.torch import save_file
-
+    """Write the checkpoint of this step, then delete the ones no longer kept. All processes call this."""
     folder = step_folder(run, progress.step)
-    if not folder.exists():
+    generators = _torch_generators(team)
+    (exists,) = team.sum(float(team.is_first and folder.exists()))
+    if not exists:
         named = dict(model.named_parameters())
-        with staged_folder(folder) as staging:
-            save_file({name: p.detach().contiguous() for name, p in named.items()}, staging / "model.safetensors")
-            save_file(_moments(named, optimizer), staging / "optimizer.safetensors")
-            save_file(_torch_generators(device), staging / "rng.safetensors")
-            write_json(staging / "config.json", config)
-            write_json(staging / "trainer.json", vars(progress) | {"rng": _other_generators()})
-            for file in TOKENIZER_FILES:
-                if (tokenizer_folder / file).is_file():
-                    shutil.copyfile(tokenizer_folder / file, staging / file)
-            write_manifest(staging, FORMAT, {"step": progress.step})
-    _prune(run, keep, progress.best_step)
+        weights = {name: p.detach() for name, p in named.items()}
+        moments = _moments(named, optimizer)
+        sharded = config["train"]["parallel"] == "fsdp"
+        with staged_folder(folder) if team.is_first else nullcontext(partial_name(folder)) as staging:
+            team.wait()  # The first process has made the folder.
+            if sharded:
+                save_sharded(staging, {f"model/{name}": tensor for name, tensor in weights.items()} | moments)
+            if team.is_first:
+                if not sharded:
+                    write_tensors(staging, weights, moments)
+                write_rest(staging, config, progress, generators, tokenizer_folder)
+        team.wait()
+    if team.is_first:
+        _prune(run, keep, progress.best_step)
     return folder
 
 
-def restore(
-    checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
-) -> Progress:
-    """Put weights, moments and generators back as they were; returns where the run stood."""
-    load_weights(model, checkpoint.tensors("model"), checkpoint.folder)
-    moments = checkpoint.tensors("optimizer")
-    for name, p in model.named_parameters():
-        kept = {kind: moments[f"{kind}/{name}"] for kind in MOMENTS if f"{kind}/{name}" in moments}
-        if kept:
-            # AdamW keeps its count on the CPU unless fused on an accelerator, where it lies beside the weights.
-            on_device = any(group.get("fused") for group in optimizer.param_groups)
-            optimizer.state[p] = {
-                kind: tensor if kind == "step" and not on_device else tensor.to(p.device)
-                for kind, tensor in kept.items()
-            }
-    _restore_generators(checkpoint, device)
+def write_tensors(folder: Path, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
+    """Weights and moments as safetensors."""
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in moments.items()}, folder / "optimizer.safetensors")
+
+
+def write_rest(
+    folder: Path, config: dict[str, Any], progress: Progress, generators: dict[str, Tensor], tokenizer_folder: Path
+) -> None:
+    """Everything of a checkpoint but weights and moments, and the manifest at last."""
+    from safetensors.torch import save_file
+
+    save_file(generators, folder / "rng.safetensors")
+    write_json(folder / "config.json", config)
+    write_json(folder / "trainer.json", vars(progress) | {"rng": _other_generators()})
+    for file in TOKENIZER_FILES:
+        if (tokenizer_folder / file).is_file():
+            shutil.copyfile(tokenizer_folder / file, folder / file)
+    write_manifest(folder, FORMAT, {"step": progress.step})
+
+
+def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, team: Team) -> Progress:
+    """Put weights, moments and generators back as they were; returns where the run stood. All processes call this."""
+    named = dict(model.named_parameters())
+    if checkpoint.sharded:
+        saved = describe_saved(checkpoint.folder)
+        shapes = {name.removeprefix("model/"): saved[name][0] for name in saved if name.startswith("model/")}
+        _check_shapes(named, shapes, checkpoint.folder)
+        _empty_moments(named, optimizer, set(saved))
+        weights = {f"model/{name}": p.detach() for name, p in named.items()}
+        load_sharded(checkpoint.folder, weights | _moments(named, optimizer))
+    else:
+        load_weights(model, checkpoint.tensors("model"), checkpoint.folder)
+        moments = checkpoint.tensors("optimizer")
+        _empty_moments(named, optimizer, set(moments))
+        for name, place in _moments(named, optimizer).items():
+            _fill(place, moments[name])
+    _restore_generators(checkpoint, team)
     return checkpoint.progress
+
+
+def _empty_moments(named: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, saved: set[str]) -> None:
+    """Places for the moments that were saved, as AdamW makes them at its first step."""
+    # AdamW keeps its count on the CPU unless fused on an accelerator, where it lies beside the weights.
+    on_device = any(group.get("fused") for group in optimizer.param_groups)
+    for name, p in named.items():
+        if f"step/{name}" in saved:
+            device = p.device if on_device else torch.device("cpu")
+            optimizer.state[p] = {
+                "step": torch.zeros((), device=device),
+                **{kind: torch.zeros_like(p.detach()) for kind in MOMENTS if kind != "step"},
+            }
+
+
+def unshard(path: Path, out: Path) -> Path:
+    """Write a plain checkpoint from a sharded one, or from the newest of a run; its metadata is a pickle, so trust it."""
+    checkpoint = open_checkpoint(path)
+    if not checkpoint.sharded:
+        raise ContextReadyError(f"{checkpoint.folder} is a plain checkpoint already.")
+    if out.exists():
+        raise ContextReadyError(f"{out} exists already; choose another folder.")
+    tensors = read_whole(checkpoint.folder)
+    weights = {name.removeprefix("model/"): t for name, t in tensors.items() if name.startswith("model/")}
+    moments = {name: t for name, t in tensors.items() if not name.startswith("model/")}
+    config = checkpoint.config | {"train": checkpoint.config["train"] | {"parallel": "ddp"}}
+    with staged_folder(out) as staging:
+        write_tensors(staging, weights, moments)
+        for file in ("rng.safetensors", "trainer.json", *TOKENIZER_FILES):
+            if (checkpoint.folder / file).is_file():
+                shutil.copyfile(checkpoint.folder / file, staging / file)
+        write_json(staging / "config.json", config)
+        write_manifest(staging, FORMAT, {"step": checkpoint.progress.step})
+    return out
 
 
 def load_weights(model: nn.Module, tensors: dict[str, Tensor], where: Path) -> None:
     """Copy tensors into the parameters of the same names and shapes; anything amiss is refused."""
     named = dict(model.named_parameters())
+    _check_shapes(named, {name: tensor.shape for name, tensor in tensors.items()}, where)
+    for name, p in named.items():
+        _fill(p, tensors[name])
+
+
+def _check_shapes(named: dict[str, nn.Parameter], saved: dict[str, torch.Size], where: Path) -> None:
     wrong = sorted(
         name
-        for name in named.keys() | tensors.keys()
-        if name not in named or name not in tensors or named[name].shape != tensors[name].shape
+        for name in named.keys() | saved.keys()
+        if name not in named or name not in saved or named[name].shape != saved[name]
     )
     if wrong:
         raise ContextReadyError(
             f"The weights in {where} are of another model ({len(wrong)} differ, for example {wrong[0]})."
         )
-    with torch.no_grad():
-        for name, p in named.items():
-            p.copy_(tensors[name])
+
+
+@torch.no_grad()
+def _fill(place: Tensor, tensor: Tensor) -> None:
+    """Copy a whole tensor into its place, of which this process may hold a part."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if isinstance(place, DTensor):
+        tensor = distribute_tensor(tensor.to(place.device), place.device_mesh, place.placements)
+    place.copy_(tensor)
 
 
 def clear_leftovers(run: Path) -> None:
@@ -212,17 +304,19 @@ def _prune(run: Path, keep: int, best_step: int | None) -> None:
 
 def _moments(named: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {
-        f"{kind}/{name}": value.detach().contiguous()
+        f"{kind}/{name}": value.detach()
         for name, p in named.items()
         for kind, value in optimizer.state.get(p, {}).items()
     }
 
 
-def _torch_generators(device: torch.device) -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        states["device"] = torch.get_device_module(device).get_rng_state()
-    return states
+def _torch_generators(team: Team) -> dict[str, Tensor]:
+    """The states of all processes' generators; the first one's have no number in their names."""
+    mine = {"cpu": torch.get_rng_state()}
+    if team.device.type != "cpu":
+        mine["device"] = torch.get_device_module(team.device).get_rng_state()
+    states = enumerate(team.gather(mine))
+    return {name if rank == 0 else f"{name}.{rank}": state for rank, each in states for name, state in each.items()}
 
 
 def _other_generators() -> dict[str, Any]:
@@ -233,11 +327,15 @@ def _other_generators() -> dict[str, Any]:
     }
 
 
-def _restore_generators(checkpoint: Checkpoint, device: torch.device) -> None:
-    states = checkpoint.tensors("rng")
-    torch.set_rng_state(states["cpu"])
-    if device.type != "cpu" and "device" in states:
-        torch.get_device_module(device).set_rng_state(states["device"])
+def _restore_generators(checkpoint: Checkpoint, team: Team) -> None:
+    states, number = checkpoint.tensors("rng"), "" if team.is_first else f".{team.rank}"
+    if f"cpu{number}" in states:
+        torch.set_rng_state(states[f"cpu{number}"])
+    else:
+        # This process was not there when the run was saved, so it draws masks of its own from here on.
+        team.seed(checkpoint.config["train"]["seed"] + checkpoint.progress.step)
+    if team.device.type != "cpu" and f"device{number}" in states:
+        torch.get_device_module(team.device).set_rng_state(states[f"device{number}"])
     others = read_json(checkpoint.folder / "trainer.json")["rng"]
     version, words, gauss = others["python"]
     random.setstate((version, tuple(words), gauss))

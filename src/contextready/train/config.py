@@ -28,7 +28,7 @@ class TrainConfig:
     block_size: int = 256
     """T, tokens in a sequence."""
     batch_size: int = 64
-    """Sequences in a forward pass."""
+    """Sequences in a forward pass, of all processes together."""
     accumulate: int = 1
     """Forward passes in a step: gradient accumulation."""
     steps: int = 100_000
@@ -83,6 +83,8 @@ class TrainConfig:
     """Write TensorBoard events into the run's folder."""
     wandb: str | None = None
     """Project of Weights & Biases to log to."""
+    parallel: str = "ddp"
+    """Under torchrun: ddp (the whole model in every process) or fsdp (a part of weights, gradients and moments)."""
     device: str = "auto"
     """cpu, cuda, mps, or auto."""
     verify_data: bool = True
@@ -133,6 +135,7 @@ class TrainConfig:
             raise ContextReadyError(
                 "gradient=bptt makes no parallel pass to compile or recompute; leave compile and checkpoint_passes out."
             )
+        _one_of("parallel", self.parallel, ("ddp", "fsdp"))
         _one_of("precision", self.precision, ("auto", "fp32", "bf16"))
         if self.gradient == "bptt" and self.precision == "bf16":
             raise ContextReadyError("gradient=bptt is exact and runs in fp32; leave precision=bf16 out.")
@@ -164,7 +167,7 @@ MODEL_KEYS = [field.name for field in dataclasses.fields(ModelConfig)]
 TRAIN_KEYS = [field.name for field in dataclasses.fields(TrainConfig)]
 FREE_ON_RESUME = {
     *("data", "out", "steps", "eval_every", "save_every", "keep", "log_every"),
-    *("tensorboard", "wandb", "device", "verify_data", "init_from"),
+    *("tensorboard", "wandb", "parallel", "device", "verify_data", "init_from"),
 }
 
 
@@ -199,6 +202,22 @@ def _settle_passes(model: ModelConfig, train: TrainConfig) -> TrainConfig:
     if train.k_min is not None and train.k_min > passes:
         raise ContextReadyError(f"k_min={train.k_min} is above passes={passes}; lower k_min, or set k_min=none.")
     return dataclasses.replace(train, passes=passes)
+
+
+def check_for_team(config: RunConfig, processes: int) -> None:
+    """Refuse what several processes cannot train together."""
+    t = config.train
+    if processes == 1:
+        return
+    if t.batch_size % processes:
+        raise ContextReadyError(
+            f"batch_size={t.batch_size} cannot be shared by {processes} processes; give a multiple of {processes}."
+        )
+    if config.model.correction is not None and t.passes is not None and (t.k_min or t.passes) == 1:
+        raise ContextReadyError(
+            "K=1 leaves the correction without a gradient, for which several processes would wait; set k_min=2 (or "
+            "passes=2 or more), or train in one process."
+        )
 
 
 def check_same_run(theirs: Mapping[str, Any], ours: RunConfig, where: str) -> None:

@@ -9,6 +9,7 @@ from contextready.train.config import RunConfig, TrainConfig
 from contextready.train.cost import sequence_macs
 from contextready.train.display import ConsoleDisplay
 from contextready.train.recipes import load_recipe, recipe_names, resolve
+from contextready.train.sharded import is_sharded_checkpoint
 from contextready.train.trainer import Result, train
 
 
@@ -18,7 +19,8 @@ def run_train(recipe: str, words: Sequence[str]) -> int:
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     result = train(resolve(recipe, words), ConsoleDisplay(console))
-    console.print(ending(result))
+    if result.speaks:
+        console.print(ending(result))
     return 0 if result.stopped_by is None else 128 + result.stopped_by
 
 
@@ -27,6 +29,8 @@ def ending(result: Result) -> str:
     if result.stopped_by is not None:
         name = signal.Signals(result.stopped_by).name
         return f"{name} at step {result.step:,}: saved {result.checkpoint}; the same command goes on from there."
+    if is_sharded_checkpoint(result.checkpoint):
+        return f"Done at step {result.step:,}: {result.checkpoint}. Next: crt unshard {result.run} OUT, crt eval OUT"
     return f"Done at step {result.step:,}: {result.checkpoint}. Next: crt eval {result.run}"
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from contextready.analysis.perplexity import parallel_scores, sequential_score
+from contextready.analysis.perplexity import Score, parallel_scores, sequential_score
 from contextready.data.batches import Batches, Windows
 from contextready.data.shards import SPLITS, Data
 from contextready.device import find_device, multiplies_bf16
@@ -25,11 +25,12 @@ from contextready.model.build import build_model
 from contextready.model.context_ready import ContextReady
 from contextready.model.transformer import Transformer
 from contextready.train import checkpoint as checkpoints
-from contextready.train.config import RunConfig, check_same_run
+from contextready.train.config import RunConfig, check_for_team, check_same_run
 from contextready.train.cost import sequence_macs
 from contextready.train.metrics import Metrics, Record
 from contextready.train.objective import Objective
 from contextready.train.schedule import learning_rate, passes_of_step
+from contextready.train.team import Team, joined, local_part, whole_tensor
 
 
 class Display(Protocol):
@@ -54,22 +55,29 @@ class Result:
     step: int
     val_loss: float | None
     """The newest validation of this process, if there was one."""
+    speaks: bool
+    """Whether this process is the one to tell of it."""
     stopped_by: int | None
     """The signal that asked it to stop before its last step, if one did."""
 
 
 def train(config: RunConfig, display: Display | None = None) -> Result:
     """Train until the last step, from the newest checkpoint of the run if there is one."""
-    with locked(Path(config.train.out) / ".lock", f"training in {config.train.out}"), Interrupts() as interrupts:
-        return Trainer(config, display).run(interrupts)
+    with joined(config.train.device) as team, Interrupts() as interrupts:
+        lock = locked(Path(config.train.out) / ".lock", f"training in {config.train.out}")
+        with lock if team.is_first else nullcontext():
+            return Trainer(config, display, team).run(interrupts)
 
 
 class Trainer:
     """A run in memory: model, optimizer, data, and where it stands."""
 
-    def __init__(self, config: RunConfig, display: Display | None = None) -> None:
-        self.config, self.display = config, display
+    def __init__(self, config: RunConfig, display: Display | None = None, team: Team | None = None) -> None:
+        self.team = team or Team(find_device(config.train.device))
+        self.config, self.display = config, display if self.team.is_first else None
         t = config.train
+        self.team.check_same(config.as_dict())
+        check_for_team(config, self.team.size)
         self.folder = Path(t.out)
         self.data = Data(Path(t.data), SPLITS if t.verify_data else ())
         self.data.tokenizer()
@@ -82,11 +90,13 @@ class Trainer:
         self.validation = Windows(self.data.row("val"), t.block_size, "validation")
         self.account = account(config.model)
         self.macs = cache(partial(sequence_macs, self.account, t))
-        self.device = find_device(t.device)
+        self.device = self.team.device
 
+        newest = self._newest()
         torch.manual_seed(t.seed)
         self.model = build_model(config.model).to(self.device)
-        self.optimizer = make_optimizer(self.model, config)
+        if newest is None and t.init_from is not None:
+            load_origin(self.model, config, checkpoints.open_checkpoint(Path(t.init_from)), self.data)
         self.objective = Objective(
             self.model,
             t.compile,
@@ -97,27 +107,43 @@ class Trainer:
             t.adjoint_tolerance,
             self._autocast,
         )
-        self.progress = self._begin()
+        self.wrapped = self.team.wrap(self.objective, t.parallel)
+        # Only now: what is sharded has other parameters than before.
+        self.optimizer = make_optimizer(self.model, config)
+        self.team.seed(t.seed)
+        self.progress = self._start() if newest is None else self._go_on(newest)
         # A run goes on in the precision it began with, even where "auto" would choose another.
         self.bf16 = self.progress.precision == "bf16"
-        write_json(self.folder / "config.json", config.as_dict())
+        if self.team.is_first:
+            write_json(self.folder / "config.json", config.as_dict())
 
-    def _begin(self) -> checkpoints.Progress:
-        """Start at the newest checkpoint of this run, or at the weights asked for, or afresh."""
+    def _newest(self) -> Path | None:
+        """The newest checkpoint of this run, the same for every process."""
+        if self.team.is_first:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            checkpoints.clear_leftovers(self.folder)
+        self.team.wait()
+        newest = checkpoints.newest_checkpoint(self.folder)
+        if len(set(self.team.gather((newest, self.data.identity)))) > 1:
+            raise ContextReadyError(
+                f"The processes see different checkpoints in {self.folder} or different data in {self.data.folder}; "
+                "both must be on disks that all of them share."
+            )
+        return newest
+
+    def _go_on(self, newest: Path) -> checkpoints.Progress:
+        """Put everything back as the checkpoint says."""
+        saved = checkpoints.open_checkpoint(newest)
+        check_same_run(saved.config, self.config, str(newest))
+        if saved.progress.data_identity != self.data.identity:
+            raise ContextReadyError(
+                f"{newest} was trained on other data than {self.data.folder}; give the same, or another out=."
+            )
+        return checkpoints.restore(saved, self.model, self.optimizer, self.team)
+
+    def _start(self) -> checkpoints.Progress:
+        """Step 0."""
         t = self.config.train
-        self.folder.mkdir(parents=True, exist_ok=True)
-        checkpoints.clear_leftovers(self.folder)
-        newest, origin = checkpoints.newest_checkpoint(self.folder), t.init_from
-        if newest is not None:
-            saved = checkpoints.open_checkpoint(newest)
-            check_same_run(saved.config, self.config, str(newest))
-            if saved.progress.data_identity != self.data.identity:
-                raise ContextReadyError(
-                    f"{newest} was trained on other data than {self.data.folder}; give the same, or another out=."
-                )
-            return checkpoints.restore(saved, self.model, self.optimizer, self.device)
-        if origin is not None:
-            load_origin(self.model, self.config, checkpoints.open_checkpoint(Path(origin)), self.data)
         bf16 = t.precision == "bf16" or (
             t.precision == "auto" and t.gradient != "bptt" and multiplies_bf16(self.device)
         )
@@ -133,22 +159,24 @@ class Trainer:
             self.display.start(self.config, self.progress.step, self._describe())
         try:
             saved = checkpoints.newest_checkpoint(self.folder)
-            metrics = Metrics(self.folder, self.config, -1 if saved is None else self.progress.step)
+            start = -1 if saved is None else self.progress.step
+            metrics = Metrics(self.folder, self.config, start) if self.team.is_first else None
             try:
                 return self._run(interrupts, metrics, saved)
             finally:
-                metrics.close()
+                if metrics is not None:
+                    metrics.close()
         finally:
             if self.display is not None:
                 self.display.stop()
 
-    def _run(self, interrupts: "Interrupts", metrics: Metrics, saved: Path | None) -> Result:
+    def _run(self, interrupts: "Interrupts", metrics: Metrics | None, saved: Path | None) -> Result:
         t, p = self.config.train, self.progress
         val_loss = self._validate(metrics) if saved is None else None
-        while p.step < t.steps and interrupts.received is None:
+        while p.step < t.steps and (signal_number := self._asked_to_stop(interrupts)) is None:
             record = self.step(saved)
             last = p.step == t.steps
-            if p.step % t.log_every == 0 or last:
+            if metrics is not None and (p.step % t.log_every == 0 or last):
                 metrics.add(record)
             if self.display is not None:
                 self.display.update(record)
@@ -160,7 +188,16 @@ class Trainer:
         if saved != checkpoints.step_folder(self.folder, p.step):
             saved = self._save(metrics, saved)
         assert saved is not None
-        return Result(self.folder, saved, p.step, val_loss, interrupts.received if p.step < t.steps else None)
+        stopped_by = signal_number if p.step < t.steps else None
+        return Result(self.folder, saved, p.step, val_loss, self.team.is_first, stopped_by)
+
+    def _asked_to_stop(self, interrupts: "Interrupts") -> int | None:
+        """The signal that any process received, so that all stop after the same step."""
+        (anyone,) = self.team.sum(float(interrupts.received is not None))
+        if not anyone:
+            return None
+        received: list[int | None] = self.team.gather(interrupts.received)
+        return next(number for number in received if number is not None)
 
     def step(self, last_checkpoint: Path | None = None) -> Record:
         """One update. A loss or gradient that is not finite stops the run before it touches the weights."""
@@ -169,18 +206,22 @@ class Trainer:
         passes, rate = passes_of_step(t, p.step), learning_rate(t, p.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        losses, residual = [], None
+        losses, residual, macs = [], None, 0
+        share = t.batch_size // self.team.size
         measure = (p.step + 1) % t.log_every == 0 or p.step + 1 == t.steps
         for part in range(t.accumulate):
-            inputs_BT, targets_BT = self.batches.read(p.sequences + part * t.batch_size, t.batch_size)
-            loss = self.objective.backward(
-                inputs_BT.to(self.device), targets_BT.to(self.device), passes, 1.0 / t.accumulate, measure
-            )
+            first = p.sequences + part * t.batch_size + self.team.rank * share
+            inputs_BT, targets_BT = (tokens.to(self.device) for tokens in self.batches.read(first, share))
+            with self.team.synchronising(self.wrapped, now=part == t.accumulate - 1):
+                loss = self.objective.backward(
+                    inputs_BT, targets_BT, passes, 1.0 / t.accumulate, measure, wrapped=self.wrapped
+                )
             losses.append(loss.mean)
-            p.macs += t.batch_size * self.macs(passes, loss.adjoint_steps)
+            macs += share * self.macs(passes, loss.adjoint_steps)
             residual = loss.residual
-        total = float(torch.stack(losses).mean())
-        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), t.clip))
+        # Averaged over all processes, as the gradient is: what is not finite in one stops all.
+        total, all_macs = self.team.sum(float(torch.stack(losses).mean()) / self.team.size, macs)
+        norm = float(whole_tensor(nn.utils.clip_grad_norm_(self.model.parameters(), t.clip)))
         if not isfinite(total) or not isfinite(norm):
             what = f"the loss is {total}" if not isfinite(total) else f"the gradient's norm is {norm}"
             raise self._diverged(what, "training stopped before the update", last_checkpoint)
@@ -188,6 +229,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         p.step += 1
         p.sequences += t.sequences_per_step
+        p.macs += round(all_macs)
         p.seconds += time.perf_counter() - began
         return self._standing() | {
             "loss": total,
@@ -197,17 +239,20 @@ class Trainer:
             "residual": residual,
         }
 
-    def _validate(self, metrics: Metrics) -> float:
+    def _validate(self, metrics: Metrics | None) -> float:
         """Validation loss at K passes, or streamed if training is, in full precision; remembers the best."""
         t, p = self.config.train, self.progress
         windows = None if t.eval_tokens is None else max(1, t.eval_tokens // t.block_size)
+        share = (self.team.rank, self.team.size)
         self.model.eval()
-        if t.passes is None:
-            assert isinstance(self.model, ContextReady)
-            score = sequential_score(self.model, self.validation, windows)
-        else:
-            score = parallel_scores(self.model, self.validation, [t.passes], windows)[t.passes]
+        with self.team.whole(self.wrapped):
+            if t.passes is None:
+                assert isinstance(self.model, ContextReady)
+                mine = sequential_score(self.model, self.validation, windows, share=share)
+            else:
+                mine = parallel_scores(self.model, self.validation, [t.passes], windows, share=share)[t.passes]
         self.model.train()
+        score = Score.interleaved([Score(nll_W) for nll_W in self.team.gather(mine.nll_W)])
         if isfinite(score.loss) and p.step > 0 and (p.best_loss is None or score.loss < p.best_loss):
             p.best_step, p.best_loss = p.step, score.loss
         record = self._standing() | {
@@ -215,23 +260,26 @@ class Trainer:
             "val_loss_error": score.loss_error,
             "val_perplexity": exp(min(score.loss, 700.0)),
         }
-        metrics.add(record)
+        if metrics is not None:
+            metrics.add(record)
         if self.display is not None:
             self.display.update(record)
         return score.loss
 
-    def _save(self, metrics: Metrics, last_checkpoint: Path | None) -> Path:
+    def _save(self, metrics: Metrics | None, last_checkpoint: Path | None) -> Path:
         """Write a checkpoint, unless the last update has left the weights not finite."""
-        if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
+        good = all(bool(local_part(p).isfinite().all()) for p in self.model.parameters())
+        if self.team.sum(float(not good))[0]:
             raise self._diverged("a weight is not finite", "nothing was saved", last_checkpoint)
-        metrics.sync()
+        if metrics is not None:
+            metrics.sync()
         return checkpoints.save_checkpoint(
             self.folder,
             self.config.as_dict(),
             self.progress,
             self.model,
             self.optimizer,
-            self.device,
+            self.team,
             self.data.folder,
             self.config.train.keep,
         )
@@ -252,7 +300,9 @@ class Trainer:
 
     def _describe(self) -> str:
         kind = "transformer" if self.config.model.correction is None else "context-ready"
-        return f"{self.account.parameters:,} parameters, {kind}, {self.device}, {'bf16' if self.bf16 else 'fp32'}"
+        team = "" if self.team.size == 1 else f", {self.team.size} processes ({self.config.train.parallel})"
+        precision = "bf16" if self.bf16 else "fp32"
+        return f"{self.account.parameters:,} parameters, {kind}, {self.device}, {precision}{team}"
 
 
 class Interrupts:

@@ -1,0 +1,7 @@
+"""`python -m contextready`, which is how `torchrun -m contextready` starts the command."""
+
+import sys
+
+from contextready.cli import main
+
+sys.exit(main())
