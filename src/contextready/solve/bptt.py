@@ -34,7 +34,7 @@ class Stream:
     def __call__(self, e_BTC: Tensor) -> Tensor:
         """z (B, T, C) of embeddings read one by one."""
         model = self.model
-        if not isinstance(model.backbone, Transformer) or type(model.correction) not in _CORRECTIONS:
+        if type(model.backbone) is not Transformer or type(model.correction) not in _CORRECTIONS:
             # Another backbone knows its own step only, so autograd goes through that.
             return model.read(e_BTC, model.init_state(len(e_BTC)))[0]
         z_BTC: Tensor = _Read.apply(e_BTC, self, *model.parameters())  # type: ignore[no-untyped-call]
@@ -58,6 +58,7 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, e_BTC: Tensor, stream: Stream, *parameters: nn.Parameter) -> Tensor:
         ctx.stream, ctx.parameters, ctx.tape = stream, parameters, stream.take_tape(e_BTC)
+        ctx.versions = [p._version for p in parameters]
         z_BTC: Tensor = ctx.tape.forward(e_BTC)
         return z_BTC
 
@@ -67,6 +68,8 @@ class _Read(torch.autograd.Function):
         tape, ctx.tape = ctx.tape, None
         if tape is None:
             raise RuntimeError("The stream's buffers were used by a first backward; read it again.")
+        if ctx.versions != [p._version for p in ctx.parameters]:
+            raise RuntimeError("A weight was changed in place between the stream's forward and its backward.")
         de_BTC = tape.backward(g_BTC)
         gradients: dict[Tensor, Tensor] = {}
         for parameter, gradient in tape.gather():
@@ -77,7 +80,8 @@ class _Read(torch.autograd.Function):
 
 
 def _made_for(model: ContextReady, e_BTC: Tensor) -> tuple[Any, ...]:
-    return e_BTC.shape, e_BTC.dtype, e_BTC.device, model.training
+    parts = [(id(part), part.training, part.p if isinstance(part, nn.Dropout) else 0.0) for part in model.modules()]
+    return e_BTC.shape, e_BTC.dtype, e_BTC.device, parts
 
 
 class _Tape:
@@ -119,7 +123,8 @@ class _Tape:
             for layer in self.layers:
                 layer.forward(t)
             carried_BC = self.correction.carry(x_BC, z.at[t])
-        return z.all.transpose(0, 1).contiguous()
+        # A copy even where nothing has to move: the buffers are used again.
+        return z.all.transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
     def backward(self, g_BTC: Tensor) -> Tensor:
         dz_TBC = g_BTC.transpose(0, 1).contiguous()

@@ -23,8 +23,8 @@ class Adjoint(NamedTuple):
 
     steps: int
     """Vector-Jacobian products made, m."""
-    residual: float
-    """How much the last of them changed μ, relative to its norm; 0 for m = 0."""
+    residual: float | None
+    """How much the last of them changed μ, relative to its norm; none where m was given."""
 
 
 def passes_through(gradient: str, truncated_passes: int, passes: int) -> int:
@@ -92,15 +92,16 @@ class _FixedPoint(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g_BTC: Tensor) -> tuple[Tensor | None, ...]:
         outputs, entered_BTC, steps, tolerance, report = ctx.graph
-        mu_BTC, made, residual = torch.zeros_like(entered_BTC), 0, 0.0
+        mu_BTC, made, residual = torch.zeros_like(entered_BTC), 0, None
         while made < (entered_BTC.shape[1] if steps is None else steps):
             # Only as far as what the pass entered with: no weight's gradient is touched.
             (new_BTC,) = torch.autograd.grad(outputs, entered_BTC, [g_BTC, mu_BTC], retain_graph=True)
-            change, size = (new_BTC - mu_BTC).norm(), new_BTC.norm()
-            residual = float(change / size) if size > 0 else 0.0
-            mu_BTC, made = new_BTC, made + 1
-            if steps is None and residual <= tolerance:
-                break
+            before_BTC, mu_BTC, made = mu_BTC, new_BTC, made + 1
+            if steps is None:
+                change, size = float((mu_BTC - before_BTC).norm()), float(mu_BTC.norm())
+                residual = change / size if size > 0.0 else 0.0
+                if residual <= tolerance:
+                    break
         report(Adjoint(made, residual))
         return g_BTC, mu_BTC, None, None, None, None
 

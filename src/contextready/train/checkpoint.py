@@ -233,7 +233,7 @@ def _empty_moments(named: dict[str, nn.Parameter], optimizer: torch.optim.Optimi
 
 
 def unshard(path: Path, out: Path) -> Path:
-    """Write a plain checkpoint from a sharded one, or from the newest of a run; its metadata is a pickle, so trust it."""
+    """Write a plain checkpoint from a sharded one, or a run's newest. Its metadata is a pickle: only for your own."""
     checkpoint = open_checkpoint(path)
     if not checkpoint.sharded:
         raise ContextReadyError(f"{checkpoint.folder} is a plain checkpoint already.")

@@ -227,7 +227,8 @@ def check_same_run(theirs: Mapping[str, Any], ours: RunConfig, where: str) -> No
     free = FREE_ON_RESUME - ({"steps"} if ours.train.schedule == "cosine" else set())
     for part, cls in (("model", ModelConfig), ("train", TrainConfig)):
         defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-        for key, value in mine[part].items():
+        # The gradient first: how many passes there are follows from it.
+        for key, value in sorted(mine[part].items(), key=lambda setting: setting[0] != "gradient"):
             # A setting that is younger than the checkpoint had its default.
             saved = theirs[part].get(key, defaults[key])
             if saved != value and not (part == "train" and key in free):
