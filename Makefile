@@ -31,6 +31,7 @@ format: $(VENV)/.dev  ## rewrite the sources in the house format
 bench: $(VENV)/.core  ## benchmarks; each ends with one JSON line
 	$(BIN)/python benchmarks/core.py
 	$(BIN)/python benchmarks/train.py
+	$(BIN)/python benchmarks/gradients.py
 
 clean:  ## remove the environment and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

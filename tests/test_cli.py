@@ -210,3 +210,12 @@ def test_the_core_benchmark_ends_with_one_json_line():
     assert {row["D"] for row in result["unroll"]} == {1, 4}
     assert all(row["measured_over_predicted"] > 0 for row in result["unroll"])
     assert all(row["step_over_products"] > 0 for row in result["step"])
+
+
+def test_the_gradients_benchmark_ends_with_one_json_line():
+    command = [sys.executable, str(Path(__file__).parent.parent / "benchmarks" / "gradients.py"), "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert {row["mode"].split()[0].strip(",") for row in result["rows"]} == {"unroll", "truncated", "implicit", "bptt"}
+    assert all(row["units"] > 0 and row["bytes"] > 0 and row["planned"] > 0 for row in result["rows"])
+    assert all(row["ratio"] > 0 for row in result["streams"])

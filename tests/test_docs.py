@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from contextready.cli import main
+from contextready.cli import build_parser, main
+from contextready.train.config import check_for_team
+from contextready.train.recipes import resolve
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -22,7 +24,7 @@ def test_readme_example_runs():
 
 
 COMMANDS = re.findall(r"^(crt [^#\n]*)", README, flags=re.MULTILINE)
-QUICK = ("info", "exact")
+QUICK = ("info", "exact", "plan")
 TINY = ["width=16", "heads=2", "block_size=16", "batch_size=2", "steps=4", "eval_every=2", "eval_tokens=64"]
 LESS = {"train": TINY, "eval": ["--tokens", "256"], "demo": ["--steps", "20"]}
 
@@ -48,10 +50,46 @@ def test_readme_training_commands_run_in_order(tmp_path, monkeypatch, capsys):
 
 
 def test_readme_shows_every_verb_and_every_file():
-    assert {command.split()[1] for command in COMMANDS} == {"demo", "data", "train", "eval", "plot", "info", "exact"}
+    assert {command.split()[1] for command in COMMANDS} == {
+        *("demo", "data", "train", "plan", "unshard", "eval", "plot", "info", "exact")
+    }
     for path in (ROOT / "src").rglob("*.py"):
         if path.name != "__init__.py":
             assert path.name in README, path
+
+
+SCALE = (ROOT / "docs" / "scale.md").read_text()
+LAUNCHES = re.findall(r"^((?:srun|torchrun) [^#\n]*)", README + SCALE, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", LAUNCHES)
+def test_commands_for_many_processes_are_understood(command):
+    """By torchrun's own parser, then by ours, down to the settings of the run."""
+    from torch.distributed.run import get_args_parser
+
+    words = shlex.split(command)
+    options = get_args_parser().parse_args(words[words.index("torchrun") + 1 :])
+    assert (options.module, options.training_script) == (True, "contextready")
+    ours = build_parser().parse_args(options.training_script_args)
+    assert ours.verb == "train"
+    settings = ours.settings + (["vocab_size=4096"] if ours.recipe.startswith("mini") else [])
+    config = resolve(ours.recipe, settings)
+    nodes = int(options.nnodes.split(":")[0])
+    if words[0] == "srun":
+        assert words[words.index("--nodes") + 1] == options.nnodes
+    check_for_team(config, nodes * int(options.nproc_per_node))
+
+
+def test_launches_for_eight_gpus_and_for_several_nodes_are_there():
+    assert len(LAUNCHES) >= 6
+    assert any("--nproc-per-node 8" in command and "--nnodes" not in command for command in LAUNCHES)
+    assert any("--nnodes 4 --nproc-per-node 8" in command for command in LAUNCHES)
+
+
+@pytest.mark.parametrize("command", re.findall(r"^(crt plan [^#\n]*)", SCALE, flags=re.MULTILINE))
+def test_plans_in_the_guide_run(command, capsys):
+    assert main(shlex.split(command)[1:]) == 0
+    assert "GPU days" in capsys.readouterr().out
 
 
 def test_the_table_in_the_readme_is_what_crt_exact_measures():

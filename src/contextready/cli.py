@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; bad input prints one sentence and returns 2."""
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments)
-    if rest and options.verb == "train" and all("=" in word and not word.startswith("-") for word in rest):
+    if rest and options.verb in ("train", "plan") and all("=" in word and not word.startswith("-") for word in rest):
         # argparse closes the list of settings at the first option: crt train mini-d1 --dry-run steps=5
         options.settings, rest = options.settings + rest, []
     if rest:
@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"contextready {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for add in (_add_demo, _add_data, _add_train, _add_unshard, _add_eval, _add_plot, _add_info, _add_exact):
+    for add in (_add_demo, _add_data, _add_train, _add_plan, _add_unshard, _add_eval, _add_plot, _add_info, _add_exact):
         add(verbs)
     return parser
 
@@ -128,6 +128,28 @@ def _add_train(verbs: Verbs) -> None:
     train.add_argument("--list", action="store_true", help="list the recipes")
     train.add_argument("--dry-run", action="store_true", help="print the settings and the cost, and train nothing")
     train.set_defaults(run=_train)
+
+
+def _add_plan(verbs: Verbs) -> None:
+    plan = _verb(
+        verbs,
+        "plan",
+        "memory and time of a training before it is started",
+        "Print what a training needs: parameters, memory of each GPU by what it is for, FLOPs of a\n"
+        "step, and the time at a stated utilisation. No weight is allocated.",
+        "examples:\n"
+        "  crt plan owt-d5-c1120 --gpus 8\n"
+        "  crt plan owt-d5-c1120 gradient=implicit parallel=fsdp --gpus 8 --tflops 989 --utilisation 0.35",
+    )
+    plan.add_argument("recipe", help="name of a recipe, or a YAML file")
+    plan.add_argument("settings", nargs="*", metavar="key=value", help="settings that change it")
+    plan.add_argument("--gpus", type=int, default=1, help="processes that share the work (default: 1)")
+    plan.add_argument(
+        "--tflops", type=float, default=312.0, help="peak of one GPU in TFLOP/s (default: 312, an A100 in bf16)"
+    )
+    plan.add_argument("--utilisation", type=float, default=0.4, help="part of the peak that is reached (default: 0.4)")
+    plan.add_argument("--json", action="store_true", help="print one JSON line instead")
+    plan.set_defaults(run=_plan)
 
 
 def _add_unshard(verbs: Verbs) -> None:
@@ -262,6 +284,15 @@ def _show(options: argparse.Namespace) -> None:
     show(options.data, options.split, options.count, options.tokens, options.seed)
 
 
+def _plan(options: argparse.Namespace) -> int:
+    from contextready.train.console import print_plan
+    from contextready.train.recipes import resolve
+
+    config = resolve(options.recipe, options.settings)
+    print_plan(config, options.gpus, options.tflops, options.utilisation, options.json)
+    return 0
+
+
 def _unshard(options: argparse.Namespace) -> int:
     from contextready.train.checkpoint import unshard
 
@@ -270,7 +301,7 @@ def _unshard(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from contextready.train.console import print_plan, print_recipes, run_train
+    from contextready.train.console import print_recipes, print_settings, run_train
     from contextready.train.recipes import resolve
 
     if options.list:
@@ -279,7 +310,7 @@ def _train(options: argparse.Namespace) -> int:
     if options.recipe is None:
         raise ContextReadyError("Name a recipe, for example mini-d1; crt train --list shows all.")
     if options.dry_run:
-        print_plan(resolve(options.recipe, options.settings))
+        print_settings(resolve(options.recipe, options.settings))
         return 0
     return run_train(options.recipe, options.settings)
 

@@ -78,6 +78,7 @@ def test_the_small_pairs_cost_and_train_the_same(data, small, large):
 
 OTHER = {
     "gradient": "truncated",
+    "parallel": "fsdp",
     "truncated_passes": 2,
     **{"data": "elsewhere", "out": "there", "init_from": "none", "block_size": "8", "batch_size": "3"},
     **{"accumulate": "2", "steps": "1_000", "passes": "7", "k_min": "4", "lr": "3e-4", "schedule": "cosine"},

@@ -110,10 +110,14 @@ class _Tape:
         h = self.layers[-1].y if self.layers else self.entered
         self.layers.append(StepResidual(h, norm, inner, dropout))
 
-    def forward(self, e_BTC: Tensor) -> Tensor:
+    def begin(self) -> None:
+        """Look up the weights as they are now."""
         self.correction.begin()
         for layer in self.layers:
             layer.begin()
+
+    def forward(self, e_BTC: Tensor) -> Tensor:
+        self.begin()
         self.e.all.copy_(e_BTC.transpose(0, 1))
         z, carried_BC = self.layers[-1].y, torch.zeros_like(self.e.at[0])
         for t, x_BC in enumerate(self.x.at):

@@ -1,13 +1,15 @@
 """`crt train`: resolve the recipe, train, say how it ended."""
 
+import dataclasses
 import json
 import signal
 from collections.abc import Sequence
 
 from contextready.model.accounting import account
-from contextready.train.config import RunConfig, TrainConfig
-from contextready.train.cost import sequence_macs
+from contextready.train.config import RunConfig
+from contextready.train.cost import step_macs
 from contextready.train.display import ConsoleDisplay
+from contextready.train.plan import make_plan
 from contextready.train.recipes import load_recipe, recipe_names, resolve
 from contextready.train.sharded import is_sharded_checkpoint
 from contextready.train.trainer import Result, train
@@ -55,13 +57,10 @@ def print_recipes() -> None:
     print("A model's name alone, such as owt-d5-c1120, means the first experiment that lists it.")
 
 
-def print_plan(config: RunConfig) -> None:
+def print_settings(config: RunConfig) -> None:
     """The settings a run would have, and its size, as JSON; nothing is trained."""
     cost, t = account(config.model), config.train
-    # An adjoint that runs to its tolerance takes about as many products as the forward takes passes.
-    depths = [None] if t.passes is None else range(t.k_min or t.passes, t.passes + 1)
-    costs = [sequence_macs(cost, t, k, _adjoint(t, k)) for k in depths]
-    per_step = t.sequences_per_step * sum(costs) / len(costs)
+    per_step = step_macs(cost, t)
     summary = {
         "parameters": cost.parameters,
         "tokens": t.steps * t.tokens_per_step,
@@ -71,7 +70,33 @@ def print_plan(config: RunConfig) -> None:
     print(json.dumps(config.as_dict() | {"cost": summary}, indent=1))
 
 
-def _adjoint(train: TrainConfig, passes: int | None) -> int:
-    if train.gradient != "implicit" or passes is None or passes == 1:
-        return 0
-    return passes if train.adjoint_steps is None else train.adjoint_steps
+def print_plan(config: RunConfig, gpus: int, tflops: float, utilisation: float, as_json: bool) -> None:
+    """Memory of each process and the time of a run, before it is started."""
+    plan = make_plan(config, gpus)
+    seconds = plan.seconds_per_step(tflops, utilisation)
+    if as_json:
+        about = {"tflops": tflops, "utilisation": utilisation, "seconds_per_step": seconds}
+        print(json.dumps(dataclasses.asdict(plan) | {"total": plan.total} | about))
+        return
+    t, GiB = config.train, 2**30
+    tokens, hours = t.steps * t.tokens_per_step, seconds * t.steps / 3600
+    spread = "" if gpus == 1 else f" over {gpus} GPUs ({t.parallel})"
+    passes = "" if t.passes is None or config.model.correction is None else f", K up to {t.passes}"
+    print(f"{plan.parameters:,} parameters{spread}, gradient={t.gradient}{passes}, {plan.precision}")
+    print(f"{t.sequences_per_step} × {t.block_size} tokens a step, {t.steps:,} steps, {tokens / 1e9:.2f}B tokens")
+    print("memory of each GPU at its peak, in GiB:")
+    for name, size in (
+        ("weights", plan.weights),
+        ("gradients", plan.gradients),
+        ("optimizer", plan.optimizer),
+        ("activations", plan.activations),
+        ("together", plan.total),
+    ):
+        print(f"  {name:<12}{size / GiB:9.3f}")
+    print(f"FLOPs of a step: {plan.flops_per_step:.3e}")
+    print(
+        f"at {utilisation:.0%} of {tflops:g} TFLOP/s a GPU: {seconds:.3g} s a step, {hours:,.1f} h in all, "
+        f"{hours * gpus / 24:,.2f} GPU days"
+    )
+    if t.gradient == "bptt":
+        print("gradient=bptt goes token by token: small products, which reach far less of the peak.")

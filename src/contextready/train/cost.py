@@ -20,3 +20,17 @@ def sequence_macs(account: Account, train: TrainConfig, passes: int | None, adjo
         return 3 * forward
     one_pass = account.macs_sequence(T, 2) - account.macs_sequence(T, 1)
     return forward + 2 * (through * one_pass + T * account.macs_head) + adjoint_steps * one_pass
+
+
+def step_macs(account: Account, train: TrainConfig) -> float:
+    """A step's multiply-accumulates, all sequences together, on average over the K it may draw."""
+    depths = [None] if train.passes is None else range(train.k_min or train.passes, train.passes + 1)
+    costs = [sequence_macs(account, train, k, expected_adjoint_steps(train, k)) for k in depths]
+    return train.sequences_per_step * sum(costs) / len(costs)
+
+
+def expected_adjoint_steps(train: TrainConfig, passes: int | None) -> int:
+    """Products of the adjoint: as many as asked for, or about as many as the forward takes passes to settle."""
+    if train.gradient != "implicit" or passes is None or passes == 1:
+        return 0
+    return passes if train.adjoint_steps is None else train.adjoint_steps

@@ -1,30 +1,25 @@
 """How much memory a training step needs at its peak, found by going through it with tensors that hold no numbers."""
 
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from contextready.model.build import build_model
+from contextready.model.context_ready import ContextReady
+from contextready.solve.bptt import Stream
 from contextready.train.config import RunConfig
 from contextready.train.objective import Objective
 
 
-@dataclass(frozen=True)
-class StepMemory:
-    """Bytes in one process, all of its weights whole."""
+def step_bytes(config: RunConfig, sequences: int, bf16: bool, gradients_stay: bool) -> int:
+    """The most that a forward and backward of `sequences` sequences hold at one time besides the weights.
 
-    weights: int
-    activations: int
-    """The most that a forward and backward add to weights and gradients at one time."""
-
-
-def step_memory(config: RunConfig, sequences: int, passes: int | None, bf16: bool, adjoint_steps: int) -> StepMemory:
-    """Go through one forward and backward of `sequences` sequences without computing anything."""
+    Gradients come into being one by one, unless `gradients_stay` in buffers that are there from the beginning.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     t = config.train
@@ -32,32 +27,49 @@ def step_memory(config: RunConfig, sequences: int, passes: int | None, bf16: boo
         model = build_model(config.model)
     with FakeTensorMode():
         for module in model.modules():
-            for name, p in module.named_parameters(recurse=False):
+            for name, p in list(module.named_parameters(recurse=False)):
                 # As if on the CPU, so that the same kernels are chosen, but without memory.
                 module.register_parameter(name, nn.Parameter(torch.empty(p.shape, device="cpu")))
-        weights = sum(p.numel() * p.element_size() for p in model.parameters())
         objective = Objective(
             model,
             recompute=t.checkpoint_passes,
             gradient=t.gradient,
             truncated_passes=t.truncated_passes,
-            adjoint_steps=adjoint_steps,
+            # How many there are makes no difference to memory.
+            adjoint_steps=1,
             autocast=lambda: torch.autocast("cpu", torch.bfloat16, enabled=bf16),
         )
-        for p in model.parameters():
-            # They are counted with the weights, wherever in the step they are made.
-            p.grad = torch.zeros_like(p)
+        if t.gradient == "bptt" and isinstance(model, ContextReady):
+            stream = Stream(model)
+            objective.stream = lambda e_BTC: _Unread.apply(e_BTC, stream, *model.parameters())  # type: ignore[no-untyped-call]
         tokens_BT = torch.zeros(sequences, t.block_size, dtype=torch.long)
         with _LiveBytes() as live:
-            objective.backward(tokens_BT, tokens_BT, passes)
-    return StepMemory(weights, live.peak)
+            if gradients_stay:
+                for p in model.parameters():
+                    p.grad = torch.empty_like(p)
+            objective.backward(tokens_BT, tokens_BT, t.passes)
+    return int(live.peak)
 
 
-class _LiveBytes(TorchDispatchMode):
+class _Unread(torch.autograd.Function):
+    """In the place of a stream: its buffers, which are there before the first token, and none of its steps."""
+
+    @staticmethod
+    def forward(ctx: Any, e_BTC: Tensor, stream: Stream, *parameters: nn.Parameter) -> Tensor:
+        ctx.parameters, ctx.tape = parameters, stream.take_tape(e_BTC)
+        ctx.tape.begin()
+        return e_BTC.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g_BTC: Tensor) -> tuple[Tensor | None, ...]:
+        return g_BTC.clone(), None, *(torch.empty_like(p) for p in ctx.parameters)
+
+
+class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The bytes of all tensors made inside, as they come and go."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._seen: set[int] = set()
 

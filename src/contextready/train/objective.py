@@ -56,6 +56,7 @@ class Objective(nn.Module):
         if recompute:
             one_pass = partial(checkpoint, one_pass, use_reentrant=False)
         self.one_pass = one_pass
+        self.stream: Callable[[Tensor], Tensor] | None
         self.stream = Stream(model) if gradient == "bptt" and isinstance(model, ContextReady) else None
         self._adjoint_made = 0
 

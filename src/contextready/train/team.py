@@ -68,9 +68,7 @@ class Team:
             return objective
         if parallel == "ddp":
             devices = [self.device.index] if self.device.type == "cuda" else None
-            return nn.parallel.DistributedDataParallel(
-                objective, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
-            )
+            return nn.parallel.DistributedDataParallel(objective, device_ids=devices, gradient_as_bucket_view=True)
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -87,6 +85,8 @@ class Team:
             return
         if is_sharded(wrapped):
             wrapped.set_requires_gradient_sync(now)  # type: ignore[operator]
+            # The next part of the step needs the whole weights again.
+            wrapped.set_reshard_after_backward(now)  # type: ignore[operator]
         yield
 
     @contextmanager
@@ -133,8 +133,27 @@ def joined(device_name: str) -> Iterator[Team]:
             )
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **_meeting_place())
     try:
         yield Team(device, dist.get_rank(), dist.get_world_size())
     finally:
         dist.destroy_process_group()
+
+
+def _meeting_place() -> dict[str, Any]:
+    """Where the processes of this start find each other, if torchrun keeps the place open over restarts.
+
+    It hands every start the same store, in which the addresses of those that died still stand; without a name of its
+    own a start would wait for them.
+    """
+    environment = os.environ
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]
+    attempt = f"attempt-{environment['TORCHELASTIC_RESTART_COUNT']}"
+    return {
+        "store": dist.PrefixStore(attempt, store),  # type: ignore[attr-defined]
+        "rank": int(environment["RANK"]),
+        "world_size": int(environment["WORLD_SIZE"]),
+    }
