@@ -161,7 +161,7 @@ def main() -> None:
         print(grown(mode, int(passes), json.loads(shape)))
         return
     quick = options.quick
-    sizes, depths, rounds = (SMALL, [2], 1) if quick else (FULL, [2, 5, 10], 5)
+    sizes, depths, rounds = (SMALL, [2], 1) if quick else (FULL, [2, 5, 10], 3)
     streams = []
     for width, batch, tokens in [(16, 4, 12)] if quick else [(64, 64, 100), (128, 64, 352)]:
         streams.append(stream_speed(width, batch, tokens, 1 if quick else 7))

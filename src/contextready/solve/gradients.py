@@ -59,15 +59,21 @@ def continued(
 
 
 def at_fixed_point(
-    result: Pass, entered_BTC: Tensor, steps: int | None, tolerance: float, report: Callable[[Adjoint], None]
+    result: Pass,
+    entered_BTC: Tensor,
+    steps: int | None,
+    most: int,
+    tolerance: float,
+    report: Callable[[Adjoint], None],
 ) -> Tensor:
     """z of one differentiable pass that entered with `entered_BTC` (a leaf), with the gradient of the fixed point.
 
     In the backward the adjoint takes `steps` = m products (0: the one-step, "Jacobian-free" gradient), otherwise as
-    many as bring its change to `tolerance`, at most T; then the pass itself is gone through once. `report` is told.
+    many as bring its change to `tolerance`, at most `most` (and T: then it is exact); then the pass is gone through
+    once. `report` is told.
     """
     z_BTC: Tensor = _FixedPoint.apply(  # type: ignore[no-untyped-call]
-        result.z_BTC, result.carried_BTC, entered_BTC, steps, tolerance, report
+        result.z_BTC, result.carried_BTC, entered_BTC, steps, most, tolerance, report
     )
     return z_BTC
 
@@ -82,28 +88,30 @@ class _FixedPoint(torch.autograd.Function):
         carried_BTC: Tensor,
         entered_BTC: Tensor,
         steps: int | None,
+        most: int,
         tolerance: float,
         report: Callable[[Adjoint], None],
     ) -> Tensor:
-        ctx.graph = ([z_BTC, carried_BTC], entered_BTC, steps, tolerance, report)
+        limit = min(most, z_BTC.shape[1]) if steps is None else steps
+        ctx.graph = ([z_BTC, carried_BTC], entered_BTC, limit, None if steps is not None else tolerance, report)
         return z_BTC.view_as(z_BTC)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g_BTC: Tensor) -> tuple[Tensor | None, ...]:
-        outputs, entered_BTC, steps, tolerance, report = ctx.graph
+        outputs, entered_BTC, limit, tolerance, report = ctx.graph
         mu_BTC, made, residual = torch.zeros_like(entered_BTC), 0, None
-        while made < (entered_BTC.shape[1] if steps is None else steps):
+        while made < limit:
             # Only as far as what the pass entered with: no weight's gradient is touched.
             (new_BTC,) = torch.autograd.grad(outputs, entered_BTC, [g_BTC, mu_BTC], retain_graph=True)
             before_BTC, mu_BTC, made = mu_BTC, new_BTC, made + 1
-            if steps is None:
+            if tolerance is not None:
                 change, size = float((mu_BTC - before_BTC).norm()), float(mu_BTC.norm())
                 residual = change / size if size > 0.0 else 0.0
                 if residual <= tolerance:
                     break
         report(Adjoint(made, residual))
-        return g_BTC, mu_BTC, None, None, None, None
+        return g_BTC, mu_BTC, None, None, None, None, None
 
 
 @contextmanager

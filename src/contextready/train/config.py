@@ -42,7 +42,7 @@ class TrainConfig:
     truncated_passes: int = 1
     """J, how many of the last passes a truncated gradient goes through."""
     adjoint_steps: int | None = None
-    """m, vector-Jacobian products of an implicit gradient; none: until one changes little, 0: the one-step gradient."""
+    """m, vector-Jacobian products of an implicit gradient; none: until one changes little, at most K; 0: one-step."""
     adjoint_tolerance: float = 1e-3
     """How little that is, relative to the adjoint's norm."""
     lr: float = 2e-4

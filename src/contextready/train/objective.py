@@ -90,7 +90,9 @@ class Objective(nn.Module):
         last, earlier_BTC = made[-1], made[-2].z_BTC if len(made) > 1 else before.z_BTC
         if not implicit:
             return last.z_BTC, earlier_BTC
-        z_BTC = at_fixed_point(last, entered_BTC, self.adjoint_steps, self.adjoint_tolerance, self._note)
+        # An adjoint is no better than the point it is taken at: without contraction it grows with every product, so
+        # there are no more of them than there were passes.
+        z_BTC = at_fixed_point(last, entered_BTC, self.adjoint_steps, passes, self.adjoint_tolerance, self._note)
         return z_BTC, earlier_BTC
 
     def _note(self, adjoint: Adjoint) -> None:

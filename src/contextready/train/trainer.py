@@ -110,7 +110,8 @@ class Trainer:
         self.wrapped = self.team.wrap(self.objective, t.parallel)
         # Only now: what is sharded has other parameters than before.
         self.optimizer = make_optimizer(self.model, config)
-        self.team.seed(t.seed)
+        if not self.team.is_first:
+            self.team.seed(t.seed)
         self.progress = self._start() if newest is None else self._go_on(newest)
         # A run goes on in the precision it began with, even where "auto" would choose another.
         self.bf16 = self.progress.precision == "bf16"
