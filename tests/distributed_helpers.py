@@ -152,14 +152,15 @@ TASKS = {
 
 
 class Launch:
-    """torchrun with two processes, its output in files so that no pipe fills up."""
+    """torchrun with two processes (or as many as `start` says), its output in files so that no pipe fills up."""
 
-    def __init__(self, folder, *arguments, options=()):
+    def __init__(self, folder, *arguments, options=(), start=("--standalone", "--nproc-per-node", "2"), processes=2):
+        self.processes = processes
         folder.mkdir(parents=True, exist_ok=True)
         self.files = [folder / "stdout", folder / "stderr"]
         tests = str(Path(__file__).parent)
         more = {"OMP_NUM_THREADS": "1", "COLUMNS": "400", "NO_COLOR": "1", "PYTHONPATH": tests}
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [sys.executable, "-m", "torch.distributed.run", *start]
         command += ["--monitor-interval", "0.2", *options, *map(str, arguments)]
         with self.files[0].open("w") as out, self.files[1].open("w") as err:
             self.process = subprocess.Popen(command, stdout=out, stderr=err, env=os.environ | more)
@@ -191,7 +192,7 @@ class Launch:
         return code, *(file.read_text() for file in self.files)
 
     def ranks(self, but=()):
-        """The ids of the two processes by rank, if both are there and neither is one of these."""
+        """The ids of its processes by rank, if all are there and none is one of these."""
         found = {}
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -201,7 +202,7 @@ class Launch:
                 for variable in (entry / "environ").read_bytes().split(b"\0"):
                     if variable.startswith(b"RANK="):
                         found[int(variable[5:])] = int(entry.name)
-        return found if len(found) == 2 and not {*found.values()} & {*but} else {}
+        return found if len(found) == self.processes and not {*found.values()} & {*but} else {}
 
 
 def launch(folder, *arguments):

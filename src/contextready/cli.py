@@ -139,13 +139,17 @@ def _add_plan(verbs: Verbs) -> None:
         "step, and the time at a stated utilisation. No weight is allocated.",
         "examples:\n"
         "  crt plan owt-d5-c1120 --gpus 8\n"
+        "  crt plan mini-d1 vocab_size=4096          without prepared data, the vocabulary must be said\n"
         "  crt plan owt-d5-c1120 gradient=implicit parallel=fsdp --gpus 8 --tflops 989 --utilisation 0.35",
     )
     plan.add_argument("recipe", help="name of a recipe, or a YAML file")
     plan.add_argument("settings", nargs="*", metavar="key=value", help="settings that change it")
     plan.add_argument("--gpus", type=int, default=1, help="processes that share the work (default: 1)")
     plan.add_argument(
-        "--tflops", type=float, default=312.0, help="peak of one GPU in TFLOP/s (default: 312, an A100 in bf16)"
+        "--tflops",
+        type=float,
+        default=312.0,
+        help="peak of one GPU in TFLOP/s, in the plan's precision (default: 312, an A100 in bf16)",
     )
     plan.add_argument("--utilisation", type=float, default=0.4, help="part of the peak that is reached (default: 0.4)")
     plan.add_argument("--json", action="store_true", help="print one JSON line instead")

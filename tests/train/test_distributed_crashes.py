@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -115,7 +116,9 @@ def test_a_signal_to_torchrun_saves_and_the_same_command_goes_on(together, data,
     command = ["-m", "contextready", "train", recipe_file(tmp_path), *words(data, folder, **LONG)]
     with Launch(tmp_path / "first", *command) as launched:
         launched.wait_for(lambda: newest_checkpoint(folder))
-        launched.process.send_signal(signal.SIGTERM)
+        # To all at once, as a scheduler does: torchrun passes its own on, so each process gets two.
+        for process in (launched.process.pid, *launched.ranks().values()):
+            os.kill(process, signal.SIGTERM)
         code, out, _ = launched.end()
     assert code != 0
     saved = newest_checkpoint(folder)
@@ -162,6 +165,29 @@ def test_killed_processes_go_on_as_if_nothing_had_happened(together, data, place
     assert sums(newest_checkpoint(folder)) == sums(newest_checkpoint(place / "long"))
     assert metrics(folder) == metrics(place / "long")
     assert kept_steps(folder) == kept_steps(place / "long")
+
+
+@needs_proc
+def test_two_nodes_go_on_after_a_kill_on_one(together, data, place, tmp_path):
+    """Two torchruns that only share an address and a disk."""
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        port = taken.getsockname()[1]
+    start = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1", "--local-addr", "localhost"]
+    start += ["--rdzv-id", "two", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
+    folder = tmp_path / "run"
+    command = ["-m", "contextready", "train", recipe_file(tmp_path), *words(data, folder, **LONG)]
+    with (
+        Launch(tmp_path / "a", *command, start=start, processes=1) as one,
+        Launch(tmp_path / "b", *command, start=start, processes=1) as other,
+    ):
+        one.wait_for(lambda: newest_checkpoint(folder))
+        (victim,) = other.ranks().values()
+        os.kill(victim, signal.SIGKILL)
+        endings = [each.end() for each in (one, other)]
+    assert [code for code, _, _ in endings] == [0, 0], endings
+    assert sums(newest_checkpoint(folder)) == sums(newest_checkpoint(place / "long"))
+    assert metrics(folder) == metrics(place / "long")
 
 
 @pytest.mark.slow

@@ -157,6 +157,30 @@ def test_a_full_disk_is_one_sentence_and_costs_nothing(data, tmp_path, small_dis
     assert sums(newest_checkpoint(folder)) == sums(whole.checkpoint)
 
 
+def test_a_disk_full_while_parts_are_written_is_one_sentence(data, tmp_path, small_disk):
+    folder, changes = small_disk / "run", LARGER | {"keep": 1, "parallel": "fsdp"}
+    first = run(data, folder, **changes | {"steps": 2})
+    fill(small_disk, int(0.5 * size_of(first.checkpoint)))
+    command = ("train", recipe_file(tmp_path), *words(data, folder, **changes | {"steps": 4}))
+    code, _, err = finish(*command)
+    assert code == 2, err
+    assert err.startswith("crt train: ")
+    assert "the disk" in err
+    assert err.count("\n") == 1
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [first.checkpoint.name]
+    (small_disk / "filler").unlink()
+    assert main(command) == 0
+
+
+def test_a_pickle_that_the_manifest_does_not_list_is_not_opened(data, tmp_path):
+    folder = tmp_path / "run"
+    first = run(data, folder, steps=2)
+    (first.checkpoint / ".metadata").write_bytes(b"cos\nsystem\n(S'touch " + bytes(tmp_path / "opened") + b"'\ntR.")
+    assert run(data, folder, steps=4).step == 4
+    assert not (tmp_path / "opened").exists()
+    assert open_checkpoint(first.checkpoint).model() is not None
+
+
 def test_a_disk_full_from_the_start_is_one_sentence(data, tmp_path, small_disk, capsys):
     run(data, small_disk / "run", steps=4)
     before = metrics(small_disk / "run")

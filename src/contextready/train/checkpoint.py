@@ -41,11 +41,10 @@ from contextready.model.context_ready import ContextReady
 from contextready.model.transformer import Transformer
 from contextready.settings import build_settings
 from contextready.train.sharded import (
+    METADATA,
     describe_saved,
-    is_sharded_checkpoint,
     load_sharded,
     read_whole,
-    refuse_sharded,
     save_sharded,
 )
 from contextready.train.team import Team
@@ -83,6 +82,8 @@ class Checkpoint:
     config: dict[str, Any]
     """Settings, as `RunConfig.as_dict` gives them."""
     progress: Progress
+    sharded: bool
+    """Whether weights and moments are in the distributed format; its manifest says so, not a file that lies about."""
 
     @property
     def model_config(self) -> ModelConfig:
@@ -95,21 +96,19 @@ class Checkpoint:
         load_weights(model, self.tensors("model"), self.folder)
         return model.eval()
 
-    @property
-    def sharded(self) -> bool:
-        """Whether weights and moments are in the distributed format."""
-        return is_sharded_checkpoint(self.folder)
-
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of one of its files."""
         from safetensors.torch import load_file
 
         if self.sharded and name != "rng":
-            raise refuse_sharded(self)
+            raise ContextReadyError(
+                f"{self.folder} is a sharded checkpoint, whose metadata is a pickle; if it is yours, make a plain one "
+                f"with crt unshard {self.folder} OUT."
+            )
         return load_file(self.folder / f"{name}.safetensors")
 
 
-def open_checkpoint(path: Path, best: bool = False) -> Checkpoint:
+def open_checkpoint(path: Path, best: bool = False, verify: bool = True) -> Checkpoint:
     """Open a checkpoint's folder, or a run's: its newest, or its best by validation. Checksums are compared."""
     if not path.is_dir():
         raise ContextReadyError(f"There is no run or checkpoint at {path}.")
@@ -129,8 +128,9 @@ def open_checkpoint(path: Path, best: bool = False) -> Checkpoint:
     elif (path / "metrics.jsonl").is_file():
         raise ContextReadyError(f"The run {path} has no checkpoint yet.")
     manifest = read_manifest(folder, FORMAT, "a run or checkpoint")
-    check_sums(folder, manifest)
-    return Checkpoint(folder, read_json(folder / "config.json"), _progress(folder))
+    if verify:
+        check_sums(folder, manifest)
+    return Checkpoint(folder, read_json(folder / "config.json"), _progress(folder), METADATA in manifest["files"])
 
 
 def newest_checkpoint(run: Path) -> Path | None:
@@ -276,9 +276,10 @@ def _check_shapes(named: dict[str, nn.Parameter], saved: dict[str, torch.Size], 
 @torch.no_grad()
 def _fill(place: Tensor, tensor: Tensor) -> None:
     """Copy a whole tensor into its place, of which this process may hold a part."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    if hasattr(place, "device_mesh"):
+        from torch.distributed.tensor import DTensor, distribute_tensor
 
-    if isinstance(place, DTensor):
+        assert isinstance(place, DTensor)
         tensor = distribute_tensor(tensor.to(place.device), place.device_mesh, place.placements)
     place.copy_(tensor)
 

@@ -1,4 +1,4 @@
-"""`crt train`: resolve the recipe, train, say how it ended."""
+"""`crt train` and `crt plan`: resolve the recipe, train or plan, say how it ended."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from contextready.train.cost import step_macs
 from contextready.train.display import ConsoleDisplay
 from contextready.train.plan import make_plan
 from contextready.train.recipes import load_recipe, recipe_names, resolve
-from contextready.train.sharded import is_sharded_checkpoint
+from contextready.train.sharded import METADATA
 from contextready.train.trainer import Result, train
 
 
@@ -31,7 +31,7 @@ def ending(result: Result) -> str:
     if result.stopped_by is not None:
         name = signal.Signals(result.stopped_by).name
         return f"{name} at step {result.step:,}: saved {result.checkpoint}; the same command goes on from there."
-    if is_sharded_checkpoint(result.checkpoint):
+    if (result.checkpoint / METADATA).is_file():
         return f"Done at step {result.step:,}: {result.checkpoint}. Next: crt unshard {result.run} OUT, crt eval OUT"
     return f"Done at step {result.step:,}: {result.checkpoint}. Next: crt eval {result.run}"
 

@@ -24,9 +24,23 @@ def sequence_macs(account: Account, train: TrainConfig, passes: int | None, adjo
 
 def step_macs(account: Account, train: TrainConfig) -> float:
     """A step's multiply-accumulates, all sequences together, on average over the K it may draw."""
-    depths = [None] if train.passes is None else range(train.k_min or train.passes, train.passes + 1)
-    costs = [sequence_macs(account, train, k, expected_adjoint_steps(train, k)) for k in depths]
+    costs = [sequence_macs(account, train, k, expected_adjoint_steps(train, k)) for k in _depths(train)]
     return train.sequences_per_step * sum(costs) / len(costs)
+
+
+def recomputed_macs(account: Account, train: TrainConfig) -> float:
+    """What `checkpoint_passes` computes a second time in a step: work that the step's own count leaves out."""
+    if not train.checkpoint_passes:
+        return 0.0
+    T = train.block_size
+    one_pass = account.macs_sequence(T, 2) - account.macs_sequence(T, 1)
+    through = [passes_through(train.gradient, train.truncated_passes, k) for k in _depths(train) if k is not None]
+    return train.sequences_per_step * one_pass * sum(through) / len(through)
+
+
+def _depths(train: TrainConfig) -> list[int] | list[None]:
+    """Every K that a step may draw."""
+    return [None] if train.passes is None else list(range(train.k_min or train.passes, train.passes + 1))
 
 
 def expected_adjoint_steps(train: TrainConfig, passes: int | None) -> int:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from contextready.errors import ContextReadyError
 from contextready.model.accounting import account
 from contextready.train.config import RunConfig, check_for_team
-from contextready.train.cost import step_macs
+from contextready.train.cost import recomputed_macs, step_macs
 from contextready.train.memory import step_bytes
 
 FP32 = 4
-MOMENTS = 2
+MOMENTS_OF_ADAMW = 2
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,10 @@ def make_plan(config: RunConfig, gpus: int) -> Plan:
     bf16 = t.precision in ("auto", "bf16") and t.gradient != "bptt"
     whole, sharded = FP32 * cost.parameters, gpus > 1 and t.parallel == "fsdp"
     part = whole // gpus if sharded else whole
+    gradients_stay = t.accumulate > 1 or (gpus > 1 and not sharded)
     # A sharded model is whole while a step uses it, beside the part that stays.
     weights = whole + part if sharded else whole
-    peak = weights + step_bytes(config, t.batch_size // gpus, bf16, gradients_stay=gpus > 1 and not sharded)
+    peak = weights + step_bytes(config, t.batch_size // gpus, bf16, gradients_stay)
     if sharded:
         # When gradients are shared out, the whole weights are gone, and all gradients are there twice and once a part.
         peak = max(peak, part + 2 * whole + part)
@@ -63,7 +64,7 @@ def make_plan(config: RunConfig, gpus: int) -> Plan:
         parameters=cost.parameters,
         weights=weights,
         gradients=whole,
-        optimizer=MOMENTS * part,
+        optimizer=MOMENTS_OF_ADAMW * part,
         activations=peak - weights - whole,
-        flops_per_step=2.0 * step_macs(cost, t),
+        flops_per_step=2.0 * (step_macs(cost, t) + recomputed_macs(cost, t)),
     )

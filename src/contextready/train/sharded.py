@@ -8,23 +8,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from contextready.errors import ContextReadyError
 
-if TYPE_CHECKING:
-    from contextready.train.checkpoint import Checkpoint
-
 METADATA = ".metadata"
-
-
-def is_sharded_checkpoint(folder: Path) -> bool:
-    """Whether a checkpoint's tensors are in the distributed format."""
-    return (folder / METADATA).is_file()
 
 
 def save_sharded(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -33,8 +23,8 @@ def save_sharded(folder: Path, tensors: dict[str, Tensor]) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save
 
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-    with _one_process_is_fine():
-        save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+    with _as_one_sentence(f"{folder} could not be written"):
+        save(tensors, storage_writer=writer)
 
 
 def load_sharded(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -42,8 +32,8 @@ def load_sharded(folder: Path, tensors: dict[str, Tensor]) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    with _one_process_is_fine():
-        load(tensors, storage_reader=FileSystemReader(folder), no_dist=not dist.is_initialized())
+    with _as_one_sentence(f"{folder} could not be read"):
+        load(tensors, storage_reader=FileSystemReader(folder))
 
 
 def describe_saved(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -66,16 +56,16 @@ def read_whole(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def refuse_sharded(checkpoint: "Checkpoint") -> ContextReadyError:
-    """The sentence for whoever wants plain tensors of a distributed checkpoint."""
-    return ContextReadyError(
-        f"{checkpoint.folder} is a sharded checkpoint, whose metadata is a pickle; if it is your own, make a plain one "
-        f"with crt unshard {checkpoint.folder} OUT."
-    )
-
-
 @contextmanager
-def _one_process_is_fine() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _as_one_sentence(what: str) -> Iterator[None]:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        with warnings.catch_warnings():
+            # One process without a group is as it should be.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+        raise ContextReadyError(f"{what} (process {rank}: {reason}); is the disk full?") from error

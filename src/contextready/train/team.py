@@ -1,8 +1,11 @@
 """The processes of a run: one, or as many as torchrun started."""
 
 import os
-from collections.abc import Iterator
+import socket
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,6 +14,9 @@ from torch import Tensor, nn
 
 from contextready.device import find_device
 from contextready.errors import ContextReadyError
+
+MEETING_PLACE = "contextready/meeting-place"
+MEETING_SECONDS = 300
 
 
 class Team:
@@ -50,6 +56,18 @@ class Team:
         if self.size > 1:
             dist.barrier()
 
+    def let_first(self, do: Callable[[], object]) -> None:
+        """Have the first process do something; if it refuses, all do."""
+        refusal = None
+        if self.is_first:
+            try:
+                do()
+            except ContextReadyError as error:
+                refusal = error
+        reasons = [reason for reason in self.gather(None if refusal is None else str(refusal)) if reason is not None]
+        if reasons:
+            raise refusal or ContextReadyError(reasons[0])
+
     def check_same(self, config: dict[str, Any]) -> None:
         """Refuse processes that were started with different settings."""
         first, *others = self.gather(config)
@@ -79,7 +97,7 @@ class Team:
     @contextmanager
     def synchronising(self, wrapped: nn.Module, now: bool) -> Iterator[None]:
         """Average the gradients of this backward, or leave that to the last one of a step."""
-        if self.size > 1 and isinstance(wrapped, nn.parallel.DistributedDataParallel) and not now:
+        if isinstance(wrapped, nn.parallel.DistributedDataParallel) and not now:
             with wrapped.no_sync():
                 yield
             return
@@ -96,8 +114,10 @@ class Team:
             yield
             return
         wrapped.unshard()  # type: ignore[operator]
-        yield
-        wrapped.reshard()  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            wrapped.reshard()  # type: ignore[operator]
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -141,19 +161,33 @@ def joined(device_name: str) -> Iterator[Team]:
 
 
 def _meeting_place() -> dict[str, Any]:
-    """Where the processes of this start find each other, if torchrun keeps the place open over restarts.
+    """Where the processes of this start find each other, if torchrun keeps its own place open over restarts.
 
-    It hands every start the same store, in which the addresses of those that died still stand; without a name of its
-    own a start would wait for them.
+    In that one the addresses of processes that died still stand, and a new start would wait for them. So the first
+    process opens a place of its own each time and leaves its address there; the others try until they get in.
     """
-    environment = os.environ
-    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
-    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]
-    attempt = f"attempt-{environment['TORCHELASTIC_RESTART_COUNT']}"
-    return {
-        "store": dist.PrefixStore(attempt, store),  # type: ignore[attr-defined]
-        "rank": int(environment["RANK"]),
-        "world_size": int(environment["WORLD_SIZE"]),
-    }
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    agents = _store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    if rank == 0:
+        store = _store("0.0.0.0", 0, is_master=True)
+        host = "127.0.0.1" if int(os.environ["LOCAL_WORLD_SIZE"]) == size else socket.getfqdn()
+        agents.set(MEETING_PLACE, f"{host} {store.port}")
+        return {"store": store, "rank": rank, "world_size": size}
+    deadline = time.monotonic() + MEETING_SECONDS
+    while True:
+        host, port = agents.get(MEETING_PLACE).decode().split()
+        try:
+            return {"store": _store(host, int(port)), "rank": rank, "world_size": size}
+        except (RuntimeError, ValueError):
+            if time.monotonic() > deadline:
+                raise ContextReadyError(f"Process {rank} cannot reach process 0 at {host}, port {port}.") from None
+            time.sleep(0.2)
+
+
+def _store(host: str, port: int, is_master: bool = False) -> Any:
+    patience = timedelta(seconds=MEETING_SECONDS if is_master else 10)
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, is_master=is_master, wait_for_workers=False, timeout=patience
+    )

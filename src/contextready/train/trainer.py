@@ -3,7 +3,7 @@
 import signal
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from math import exp, isfinite
@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from contextready.analysis.perplexity import Score, parallel_scores, sequential_score
@@ -54,7 +55,7 @@ class Result:
     checkpoint: Path
     step: int
     val_loss: float | None
-    """The newest validation of this process, if there was one."""
+    """The newest validation since the run was started or went on, if there was one."""
     speaks: bool
     """Whether this process is the one to tell of it."""
     stopped_by: int | None
@@ -65,7 +66,8 @@ def train(config: RunConfig, display: Display | None = None) -> Result:
     """Train until the last step, from the newest checkpoint of the run if there is one."""
     with joined(config.train.device) as team, Interrupts() as interrupts:
         lock = locked(Path(config.train.out) / ".lock", f"training in {config.train.out}")
-        with lock if team.is_first else nullcontext():
+        with ExitStack() as held:
+            team.let_first(lambda: held.enter_context(lock))
             return Trainer(config, display, team).run(interrupts)
 
 
@@ -79,7 +81,8 @@ class Trainer:
         self.team.check_same(config.as_dict())
         check_for_team(config, self.team.size)
         self.folder = Path(t.out)
-        self.data = Data(Path(t.data), SPLITS if t.verify_data else ())
+        self.team.let_first(lambda: Data(Path(t.data), SPLITS if t.verify_data else ()))
+        self.data = Data(Path(t.data), verify=())
         self.data.tokenizer()
         if self.data.vocab_size > config.model.vocab_size:
             raise ContextReadyError(
@@ -134,7 +137,8 @@ class Trainer:
 
     def _go_on(self, newest: Path) -> checkpoints.Progress:
         """Put everything back as the checkpoint says."""
-        saved = checkpoints.open_checkpoint(newest)
+        self.team.let_first(lambda: checkpoints.open_checkpoint(newest))
+        saved = checkpoints.open_checkpoint(newest, verify=False)
         check_same_run(saved.config, self.config, str(newest))
         if saved.progress.data_identity != self.data.identity:
             raise ContextReadyError(
@@ -307,7 +311,11 @@ class Trainer:
 
 
 class Interrupts:
-    """Turn the first SIGTERM or Ctrl-C into a wish to stop after the step; the second acts at once."""
+    """Turn the first SIGTERM or Ctrl-C into a wish to stop after the step; the second acts at once.
+
+    Under torchrun it does not: the first may come twice, once by itself and once passed on by torchrun, which kills
+    whoever takes too long.
+    """
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -321,7 +329,8 @@ class Interrupts:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = number
-        self._restore()
+        if not dist.is_torchelastic_launched():
+            self._restore()
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
