@@ -105,6 +105,17 @@ def test_bf16_keeps_less_than_fp32():
     assert plan_of(precision="auto", gradient="bptt").precision == "fp32"
 
 
+def test_gradients_that_wait_for_the_rest_of_a_step_are_counted():
+    once, often = plan_of(**HEAVY), plan_of(**HEAVY, accumulate=4)
+    assert often.total > once.total
+    assert often.flops_per_step == pytest.approx(4 * once.flops_per_step)
+
+
+def test_what_is_computed_again_takes_time():
+    plain, again = plan_of(), plan_of(checkpoint_passes=True)
+    assert 1.2 < again.flops_per_step / plain.flops_per_step < 4 / 3
+
+
 def test_the_time_is_work_by_speed():
     plan = plan_of(gpus=4)
     assert plan.seconds_per_step(100.0, 0.5) == pytest.approx(plan.flops_per_step / (4 * 100e12 * 0.5))

@@ -3,7 +3,8 @@
     correction_t = corr_ffn(LN(z_{t-1} + e_t)),   x_t = e_t + correction_t,   z_t = Block(x_t; x_<t),   z_{-1} = 0
 
 Left to right it is a recurrent network, exact in one pass per token (`stream`). For training it is unrolled over
-all positions at once (`passes`). Both call `recur`, the only place where the recurrence is written.
+all positions at once (`passes`). Both call `recur`, where the recurrence is written; only the hand-written gradient of
+`solve/bptt.py` spells it out again, and is tested against it.
 """
 
 from collections.abc import Callable, Iterator

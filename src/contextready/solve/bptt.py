@@ -3,6 +3,9 @@
 An autograd loop over a stream copies its growing cache at every token and adds to every weight's gradient at every
 token. Here every intermediate result has its place in buffers made once, each token's backward is written out for the
 activations alone, and a weight's gradient is one product over all tokens at the end.
+
+That speed costs a second spelling of the recurrence, forward and backward. `ContextReady.recur` is the definition: a
+change there must come here too, and `tests/solve/test_bptt.py` compares the two for every correction.
 """
 
 from typing import Any

@@ -72,9 +72,24 @@ def at_fixed_point(
     many as bring its change to `tolerance`, at most `most` (and T: then it is exact); then the pass is gone through
     once. `report` is told.
     """
-    z_BTC: Tensor = _FixedPoint.apply(  # type: ignore[no-untyped-call]
-        result.z_BTC, result.carried_BTC, entered_BTC, steps, most, tolerance, report
-    )
+    outputs = [result.z_BTC, result.carried_BTC]
+    limit = min(most, entered_BTC.shape[1]) if steps is None else steps
+
+    def adjoint(g_BTC: Tensor) -> Tensor:
+        mu_BTC, made, residual = torch.zeros_like(entered_BTC), 0, None
+        while made < limit:
+            # Only as far as what the pass entered with: no weight's gradient is touched.
+            (new_BTC,) = torch.autograd.grad(outputs, entered_BTC, [g_BTC, mu_BTC], retain_graph=True)
+            before_BTC, mu_BTC, made = mu_BTC, new_BTC, made + 1
+            if steps is None:
+                change, size = float((mu_BTC - before_BTC).norm()), float(mu_BTC.norm())
+                residual = change / size if size > 0.0 else 0.0
+                if residual <= tolerance:
+                    break
+        report(Adjoint(made, residual))
+        return mu_BTC
+
+    z_BTC: Tensor = _FixedPoint.apply(*outputs, adjoint)  # type: ignore[no-untyped-call]
     return z_BTC
 
 
@@ -82,36 +97,14 @@ class _FixedPoint(torch.autograd.Function):
     """z as it is; its backward turns dloss/dz into the gradients of the pass's two outputs, g and the adjoint μ."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        z_BTC: Tensor,
-        carried_BTC: Tensor,
-        entered_BTC: Tensor,
-        steps: int | None,
-        most: int,
-        tolerance: float,
-        report: Callable[[Adjoint], None],
-    ) -> Tensor:
-        limit = min(most, z_BTC.shape[1]) if steps is None else steps
-        ctx.graph = ([z_BTC, carried_BTC], entered_BTC, limit, None if steps is not None else tolerance, report)
+    def forward(ctx: Any, z_BTC: Tensor, carried_BTC: Tensor, adjoint: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.adjoint = adjoint
         return z_BTC.view_as(z_BTC)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g_BTC: Tensor) -> tuple[Tensor | None, ...]:
-        outputs, entered_BTC, limit, tolerance, report = ctx.graph
-        mu_BTC, made, residual = torch.zeros_like(entered_BTC), 0, None
-        while made < limit:
-            # Only as far as what the pass entered with: no weight's gradient is touched.
-            (new_BTC,) = torch.autograd.grad(outputs, entered_BTC, [g_BTC, mu_BTC], retain_graph=True)
-            before_BTC, mu_BTC, made = mu_BTC, new_BTC, made + 1
-            if tolerance is not None:
-                change, size = float((mu_BTC - before_BTC).norm()), float(mu_BTC.norm())
-                residual = change / size if size > 0.0 else 0.0
-                if residual <= tolerance:
-                    break
-        report(Adjoint(made, residual))
-        return g_BTC, mu_BTC, None, None, None, None, None
+        return g_BTC, ctx.adjoint(g_BTC), None
 
 
 @contextmanager
