@@ -33,9 +33,15 @@ def recomputed_macs(account: Account, train: TrainConfig) -> float:
     if not train.checkpoint_passes:
         return 0.0
     T = train.block_size
-    one_pass = account.macs_sequence(T, 2) - account.macs_sequence(T, 1)
-    through = [passes_through(train.gradient, train.truncated_passes, k) for k in _depths(train) if k is not None]
-    return train.sequences_per_step * one_pass * sum(through) / len(through)
+    depths = [k for k in _depths(train) if k is not None]
+    before = [k - passes_through(train.gradient, train.truncated_passes, k) for k in depths]
+    # The head is never computed again; the first pass, where it is, has no correction.
+    again = [_without_head(account, T, k) - _without_head(account, T, b) for k, b in zip(depths, before, strict=True)]
+    return train.sequences_per_step * sum(again) / len(again)
+
+
+def _without_head(account: Account, T: int, passes: int) -> int:
+    return account.macs_sequence(T, passes) - T * account.macs_head if passes else 0
 
 
 def _depths(train: TrainConfig) -> list[int] | list[None]:
