@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # PIP_CONSTRAINT reaches the isolated build environment too, so the build backend is pinned as well.
 INSTALL := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
 
-.PHONY: help demo test lint slow bench format clean
+.PHONY: help demo test lint slow bench peers format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -33,6 +33,9 @@ bench: $(VENV)/.core  ## benchmarks; each ends with one JSON line
 	$(BIN)/python benchmarks/train.py
 	$(BIN)/python benchmarks/gradients.py
 
+peers: $(VENV)/.bench  ## decoding beside Hugging Face and llama.cpp (builds llama.cpp: needs a C++ compiler)
+	$(BIN)/crt bench --peers --engines eager,compiled,ggml --plot bench.png
+
 clean:  ## remove the environment and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
@@ -48,4 +51,10 @@ $(VENV)/.demo: $(VENV)/.core
 
 $(VENV)/.dev: $(VENV)/.core
 	$(INSTALL) --editable '.[dev]'
+	@if command -v c++ >/dev/null; then $(INSTALL) --editable '.[ggml]'; \
+	else echo "There is no C++ compiler, so the engine ggml is not built and its tests are skipped."; fi
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.core
+	$(INSTALL) --editable '.[bench]'
 	@touch $@

@@ -27,7 +27,7 @@ class Refuse:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in (
             *("rich", "safetensors", "tokenizers", "yaml", "matplotlib", "tensorboard", "wandb", "datasets", "pyarrow"),
-            *("zstandard", "pandas", "pytest", "hypothesis"),
+            *("zstandard", "pandas", "pytest", "hypothesis", "ggml", "gguf", "transformers", "llama_cpp"),
         ):
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Refuse())

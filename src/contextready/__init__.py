@@ -1,17 +1,23 @@
 """The Context-Ready Transformer: train in parallel, stream exactly, check every claim.
 
-Needs torch and numpy; anything else is imported where it is used.
+Needs torch and numpy; anything else is imported where it is used. Names are loaded when they are first used, so that
+an exported model runs (`contextready.infer`) where torch is not installed.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from contextready.errors import ContextReadyError
-from contextready.model.accounting import Account, account
-from contextready.model.build import ModelConfig, build_model
-from contextready.model.config import TransformerConfig
-from contextready.model.context_ready import ContextReady
-from contextready.model.correction import CORRECTIONS, build_correction
-from contextready.model.state import State
-from contextready.model.transformer import Transformer
-from contextready.solve.unroll import UnrollInfo, unroll
+
+if TYPE_CHECKING:
+    from contextready.model.accounting import Account, account
+    from contextready.model.build import ModelConfig, build_model
+    from contextready.model.config import TransformerConfig
+    from contextready.model.context_ready import ContextReady
+    from contextready.model.correction import CORRECTIONS, build_correction
+    from contextready.model.state import State
+    from contextready.model.transformer import Transformer
+    from contextready.solve.unroll import UnrollInfo, unroll
 
 __version__ = "0.1.0"
 
@@ -30,3 +36,26 @@ __all__ = [
     "build_model",
     "unroll",
 ]
+
+_HOMES = {
+    "CORRECTIONS": "model.correction",
+    "Account": "model.accounting",
+    "ContextReady": "model.context_ready",
+    "ModelConfig": "model.build",
+    "State": "model.state",
+    "Transformer": "model.transformer",
+    "TransformerConfig": "model.config",
+    "UnrollInfo": "solve.unroll",
+    "account": "model.accounting",
+    "build_correction": "model.correction",
+    "build_model": "model.build",
+    "unroll": "solve.unroll",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

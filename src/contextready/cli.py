@@ -5,23 +5,27 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 from contextready import __version__
 from contextready.errors import ContextReadyError
+from contextready.infer.verbs import add_bench, add_export, add_generate
 from contextready.model.build import ModelConfig
 from contextready.settings import describe_settings
+from contextready.verbs import Verbs, verb
 
-Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+MORE_WORDS = {"train": "settings", "plan": "settings", "generate": "prompts", "bench": "what"}
+"""Verbs that take any number of words, and under which name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; bad input prints one sentence and returns 2."""
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments)
-    if rest and options.verb in ("train", "plan") and all("=" in word and not word.startswith("-") for word in rest):
-        # argparse closes the list of settings at the first option: crt train mini-d1 --dry-run steps=5
-        options.settings, rest = options.settings + rest, []
+    # argparse closes a list of words at the first option: crt train mini-d1 --dry-run steps=5
+    more = MORE_WORDS.get(options.verb)
+    if more and rest and not any(word.startswith("-") or ("=" not in word and more == "settings") for word in rest):
+        setattr(options, more, [*getattr(options, more), *rest])
+        rest = []
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
@@ -49,25 +53,28 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"contextready {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for add in (_add_demo, _add_data, _add_train, _add_plan, _add_unshard, _add_eval, _add_plot, _add_info, _add_exact):
+    for add in (
+        _add_demo,
+        _add_data,
+        _add_train,
+        _add_plan,
+        _add_unshard,
+        _add_eval,
+        add_generate,
+        add_export,
+        add_bench,
+        _add_plot,
+        _add_info,
+        _add_exact,
+    ):
         add(verbs)
     return parser
 
 
-def _verb(verbs: Verbs, name: str, help: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
-    return verbs.add_parser(
-        name,
-        help=help,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-
 def _add_data(verbs: Verbs) -> None:
-    data = _verb(verbs, "data", "prepare token shards from text", "Turn text into token shards, and look at them.")
+    data = verb(verbs, "data", "prepare token shards from text", "Turn text into token shards, and look at them.")
     kinds = data.add_subparsers(dest="what", required=True, metavar="prepare|show")
-    prepare = _verb(
+    prepare = verb(
         kinds,
         "prepare",
         "text in, token shards out",
@@ -99,7 +106,7 @@ def _add_data(verbs: Verbs) -> None:
         "--tokenizer-bytes", type=int, default=1_000_000_000, help="text to train the BPE on, about (default: 1 GB)"
     )
     prepare.set_defaults(run=_prepare)
-    show = _verb(kinds, "show", "decode samples", "Print stretches of prepared data as text.")
+    show = verb(kinds, "show", "decode samples", "Print stretches of prepared data as text.")
     show.add_argument("data", type=Path, help="folder of prepared data")
     show.add_argument("--split", choices=["train", "val"], default="train", help="which part (default: train)")
     show.add_argument("--count", type=int, default=3, help="how many stretches (default: 3)")
@@ -111,7 +118,7 @@ def _add_data(verbs: Verbs) -> None:
 def _add_train(verbs: Verbs) -> None:
     from contextready.train.config import TrainConfig
 
-    train = _verb(
+    train = verb(
         verbs,
         "train",
         "train a model, or go on training it",
@@ -131,7 +138,7 @@ def _add_train(verbs: Verbs) -> None:
 
 
 def _add_plan(verbs: Verbs) -> None:
-    plan = _verb(
+    plan = verb(
         verbs,
         "plan",
         "memory and time of a training before it is started",
@@ -157,7 +164,7 @@ def _add_plan(verbs: Verbs) -> None:
 
 
 def _add_unshard(verbs: Verbs) -> None:
-    unshard = _verb(
+    unshard = verb(
         verbs,
         "unshard",
         "a plain checkpoint from a sharded one",
@@ -170,7 +177,7 @@ def _add_unshard(verbs: Verbs) -> None:
 
 
 def _add_eval(verbs: Verbs) -> None:
-    evaluate = _verb(
+    evaluate = verb(
         verbs,
         "eval",
         "perplexity by K and sequentially",
@@ -194,7 +201,7 @@ def _add_eval(verbs: Verbs) -> None:
 
 
 def _add_plot(verbs: Verbs) -> None:
-    plot = _verb(
+    plot = verb(
         verbs,
         "plot",
         "draw learning curves and where they cross",
@@ -211,7 +218,7 @@ def _add_plot(verbs: Verbs) -> None:
 
 
 def _add_info(verbs: Verbs) -> None:
-    info = _verb(
+    info = verb(
         verbs,
         "info",
         "what a model costs: FLOPs, parameters, cache",
@@ -233,7 +240,7 @@ def _add_info(verbs: Verbs) -> None:
 
 
 def _add_demo(verbs: Verbs) -> None:
-    demo = _verb(
+    demo = verb(
         verbs,
         "demo",
         "train a small model and its transformer, and compare",
@@ -247,7 +254,7 @@ def _add_demo(verbs: Verbs) -> None:
 
 
 def _add_exact(verbs: Verbs) -> None:
-    exact = _verb(
+    exact = verb(
         verbs,
         "exact",
         "see streaming and parallel passes agree on a random model",

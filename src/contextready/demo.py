@@ -3,8 +3,6 @@
 from math import exp
 from pathlib import Path
 
-import torch
-
 from contextready.analysis.console import print_evaluation
 from contextready.analysis.curves import Curve, crossover, draw, read_curve, short
 from contextready.analysis.evaluate import Evaluation, evaluate_checkpoint
@@ -14,6 +12,9 @@ from contextready.data.shards import Data
 from contextready.data.tokenizer import Tokenizer
 from contextready.device import find_device
 from contextready.errors import ContextReadyError
+from contextready.infer.generate import generate
+from contextready.infer.sampling import Sampling
+from contextready.infer.torch_engine import torch_engine
 from contextready.model.context_ready import ContextReady
 from contextready.train.checkpoint import open_checkpoint
 from contextready.train.display import ConsoleDisplay
@@ -105,14 +106,11 @@ def observation(found: Evaluation) -> str:
     )
 
 
-@torch.inference_mode()
 def sample(model: ContextReady, tokenizer: Tokenizer, prompt: str, tokens: int = 120, seed: int = 0) -> str:
     """The prompt and a continuation drawn at temperature 0.8, streamed token by token."""
-    generator = torch.Generator().manual_seed(seed)
     ids = tokenizer.encode_batch([prompt])[0]
-    logits_1TV, state = model.stream(torch.tensor([ids]), model.init_state(1))
-    while len(ids) < tokens:
-        chances = (logits_1TV[0, -1] / 0.8).softmax(dim=-1)
-        ids.append(int(torch.multinomial(chances, 1, generator=generator)))
-        logits_1TV, state = model.stream(torch.tensor([ids[-1:]]), state)
-    return tokenizer.decode(ids)
+    engine = torch_engine(model, capacity=tokens)
+    (done,) = generate(
+        engine, [ids], Sampling(temperature=0.8), max_tokens=tokens - len(ids), seed=seed, tokenizer=tokenizer
+    )
+    return prompt + done.text

@@ -34,7 +34,7 @@ def run_eval(
     wanted, where = parse_passes(passes), find_device(device)
     checkpoints = [open_checkpoint(run, best) for run in runs]
     # Everything is opened before anything is computed: a wrong folder is told at once.
-    all_data = [_data_of(checkpoint, data_folder) for checkpoint in checkpoints]
+    all_data = [data_of(checkpoint, data_folder) for checkpoint in checkpoints]
     console = Console(stderr=True)
     found = []
     for run, checkpoint, data in zip(runs, checkpoints, all_data, strict=True):
@@ -70,7 +70,7 @@ def parse_passes(text: str) -> list[int]:
         raise ContextReadyError(f"--passes {text} is not a list of numbers; write it as 1,2,5.") from None
 
 
-def _data_of(checkpoint: Checkpoint, folder: Path | None) -> Data:
+def data_of(checkpoint: Checkpoint, folder: Path | None) -> Data:
     """Data to evaluate on: what the model was trained on, or other data made with the same tokenizer."""
     data = Data(folder or Path(checkpoint.config["train"]["data"]), verify=["val"])
     data.tokenizer()

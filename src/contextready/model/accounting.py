@@ -10,6 +10,7 @@ import torch
 from contextready.model.build import ModelConfig, build_model
 from contextready.model.context_ready import ContextReady
 from contextready.model.correction import CORRECTIONS
+from contextready.model.macs import attention_macs, attention_macs_of, block_macs
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,7 @@ class Account:
 
     def macs_attention(self, context: int) -> int:
         """Scores and weighted sums of a token that attends to `context` positions, itself included."""
-        seen = context if self.config.window is None else min(context, self.config.window)
-        return 2 * seen * self.config.width * self.config.layers
+        return attention_macs(self.config, context)
 
     def macs_exact(self, context: int) -> int:
         """One streaming step at this context, attention included."""
@@ -49,7 +49,7 @@ class Account:
 
         K passes of the blocks, K - 1 corrections, one head; causal attention counts the pairs it needs.
         """
-        attention = sum(self.macs_attention(t) for t in range(1, tokens + 1))
+        attention = attention_macs_of(self.config, 0, tokens)
         once = tokens * self.macs_head
         return once + passes * (tokens * self.macs_blocks + attention) + (passes - 1) * tokens * self.macs_correction
 
@@ -69,11 +69,11 @@ def account(config: ModelConfig) -> Account:
     """Count a model's cost from its configuration, on the meta device."""
     with torch.device("meta"):
         model = build_model(config)
-    C, blocks = config.width, config.layers * 12 + (8 if config.extra_ffn else 0)
+    C = config.width
     correction = 0 if config.correction is None else CORRECTIONS[config.correction].macs_per_width_squared
     return Account(
         config=config,
-        macs_blocks=blocks * C * C,
+        macs_blocks=block_macs(config),
         macs_correction=correction * C * C,
         macs_head=config.vocab_size * C,
         parameters=sum(p.numel() for p in model.parameters()),

@@ -1,6 +1,6 @@
 """Keys and values of the tokens a transformer has read: a plain value, never changed in place."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
@@ -107,6 +107,15 @@ class KVCache:
     def select(self, rows: Tensor) -> "KVCache":
         """Return the rows at these indices, in this order."""
         return self._map(lambda tensor: tensor.index_select(0, rows))
+
+    @staticmethod
+    def stacked(caches: Sequence["KVCache"]) -> "KVCache":
+        """Join caches at the same position into one of all their rows."""
+        layers = zip(*(cache.layers for cache in caches), strict=True)
+        return replace(
+            caches[0],
+            layers=tuple((torch.cat([k for k, _ in kvs]), torch.cat([v for _, v in kvs])) for kvs in layers),
+        )
 
     def rollback(self, position: int) -> "KVCache":
         """Return the cache as it was when `position` tokens had been read."""

@@ -121,6 +121,17 @@ class Tied(Correction):
         return out
 
 
+class Nothing(Correction):
+    """No correction at all: lets a plain transformer run wherever a context-ready model does, not a variant."""
+
+    macs_per_width_squared = 0
+    has_output_layer = False
+
+    def forward(self, carried_BTC: Tensor, e_BTC: Tensor) -> Tensor:
+        """Nothing is added."""
+        return torch.zeros_like(e_BTC)
+
+
 CORRECTIONS: dict[str, type[Correction]] = {
     "add": Add,
     "concat": Concat,

@@ -87,14 +87,14 @@ class State:
             )
         return replace(self, cache=cache, carried_BRC=carried)
 
-    def save(self, path: str | Path) -> None:
-        """Write the state to a safetensors file; an earlier file is replaced only when the new one is whole."""
+    def save(self, path: str | Path, note: str = "") -> None:
+        """Write the state, and a note to it, to a safetensors file; an earlier file goes only when this is whole."""
         from safetensors.torch import save_file
 
         tensors, meta = self.cache.to_tensors()
         tensors = {f"cache.{name}": tensor.contiguous() for name, tensor in tensors.items()}
         tensors["carried"] = self.carried_BRC.contiguous()
-        header = {"format": FORMAT, "history": str(self.history), "cache": json.dumps(meta)}
+        header = {"format": FORMAT, "history": str(self.history), "cache": json.dumps(meta), "note": note}
         partial = Path(f"{path}.partial")
         try:
             save_file(tensors, partial, metadata=header)
@@ -106,6 +106,11 @@ class State:
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu") -> "State":
         """Read a state that `save` wrote."""
+        return cls.load_with_note(path, device)[0]
+
+    @classmethod
+    def load_with_note(cls, path: str | Path, device: str | torch.device = "cpu") -> tuple["State", str]:
+        """Read a state and the note that was saved with it."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -133,4 +138,5 @@ class State:
                 raise ValueError("its parts do not fit together")
         except (KeyError, ValueError, TypeError, IndexError) as error:
             raise ContextReadyError(f"{path} is a damaged state ({error}); save the state again.") from None
-        return cls(cache.to(torch.device(device)), carried_BRC.to(device), history)
+        state = cls(cache.to(torch.device(device)), carried_BRC.to(device), history)
+        return state, header.get("note", "")

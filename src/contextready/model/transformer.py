@@ -3,6 +3,8 @@
 Shapes in names: B batch, T tokens of this call, S keys attended to, C width, H heads, D head size, V vocabulary.
 """
 
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -10,14 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from contextready.errors import ContextReadyError
+from contextready.model.buffer import KVBuffer, Places
 from contextready.model.cache import KV, KVCache
 from contextready.model.config import TransformerConfig
 
 INIT_STD = 0.02
 
+Join = Callable[[Tensor, Tensor], KV]
+"""Puts a layer's new keys and values to the earlier ones and returns all."""
+
 
 class AttentionPlan(NamedTuple):
-    """What every layer of one call shares: rotation angles and who may see whom."""
+    """What every layer of one call shares: rotation angles (of each row, if theirs differ) and who may see whom."""
 
     cos_TD: Tensor
     sin_TD: Tensor
@@ -30,12 +36,7 @@ class AttentionPlan(NamedTuple):
 def attention_plan(config: TransformerConfig, x_BTC: Tensor, position: int, past: int) -> AttentionPlan:
     """Plan the attention of T new tokens at `position`, after `past` cached ones."""
     T, device = x_BTC.shape[1], x_BTC.device
-    # A float32 angle is off by 0.006 rad at position 100,000, so angles are float64 where the device has it.
-    exact = torch.float32 if device.type == "mps" else torch.float64
-    half = torch.arange(0, config.head_size, 2, device=device, dtype=exact) / config.head_size
-    positions_T = torch.arange(position, position + T, device=device, dtype=exact)
-    angles_TD = positions_T[:, None] / config.rope_base**half
-    cos_TD, sin_TD = angles_TD.cos().to(x_BTC.dtype), angles_TD.sin().to(x_BTC.dtype)
+    cos_TD, sin_TD = turns(config, torch.arange(position, position + T, device=device), x_BTC.dtype)
 
     if config.window is not None:
         past = min(past, config.window - 1)
@@ -51,9 +52,39 @@ def attention_plan(config: TransformerConfig, x_BTC: Tensor, position: int, past
     return AttentionPlan(cos_TD, sin_TD, mask_TS, False, visible)
 
 
+def placed_plan(config: TransformerConfig, x_BTC: Tensor, places: Places) -> AttentionPlan:
+    """Plan the attention of tokens at given places of a buffer, over what it holds."""
+    if places.sees != "all":
+        places.mark()
+    cos_BTD, sin_BTD = turns(config, places.positions_BT, x_BTC.dtype)
+    causal = places.sees == "causal" and (config.window is None or config.window >= x_BTC.shape[1])
+    mask_B1TN = None if causal or places.sees == "all" else places.mask_B1TN()
+    return AttentionPlan(cos_BTD, sin_BTD, mask_B1TN, causal, places.visible)
+
+
+def turns(config: TransformerConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the rotary angles of positions, in a last dimension of half the head size."""
+    # A compiler traces the function itself and complains of what keeps its results.
+    periods = rotary_periods if torch.compiler.is_compiling() else _kept_periods
+    angles = positions[..., None] / periods(config.head_size, config.rope_base, positions.device)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotary_periods(head_size: int, rope_base: float, device: torch.device) -> Tensor:
+    """How many positions each pair of channels takes to turn by one radian."""
+    # A float32 angle is off by 0.006 rad at position 100,000, so angles are float64 where the device has it.
+    exact = torch.float32 if device.type == "mps" else torch.float64
+    with torch.inference_mode(False):
+        half_D: Tensor = torch.arange(0, head_size, 2, device=device, dtype=exact) / head_size
+        return rope_base**half_D
+
+
+_kept_periods = lru_cache(maxsize=64)(rotary_periods)
+
+
 def rotate(x_BTRHD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """Turn each pair (channel i, channel i + D/2) by its position's angle, in the dtype of x (narrower in autocast)."""
-    cos, sin = cos_TD[:, None, None].to(x_BTRHD.dtype), sin_TD[:, None, None].to(x_BTRHD.dtype)
+    cos, sin = (turn[..., None, None, :].to(x_BTRHD.dtype) for turn in (cos_TD, sin_TD))
     first, second = x_BTRHD.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
@@ -67,15 +98,15 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.bias)
         self.out = nn.Linear(config.width, config.width, bias=config.bias)
 
-    def forward(self, x_BTC: Tensor, plan: AttentionPlan, past: KV | None) -> tuple[Tensor, KV]:
-        """Attend; return the result and this layer's keys and values, past ones included."""
+    def forward(self, x_BTC: Tensor, plan: AttentionPlan, join: Join | None) -> tuple[Tensor, KV]:
+        """Attend; return the result and this layer's keys and values, joined to earlier ones if there are any."""
         B, T, C = x_BTC.shape
         qkv = self.qkv(x_BTC).view(B, T, 3, self.heads, self.head_size)
         qk = rotate(qkv[:, :, :2], plan.cos_TD, plan.sin_TD)
         q_BHTD, k_BHSD = qk.permute(2, 0, 3, 1, 4).unbind(0)
         v_BHSD = qkv[:, :, 2].transpose(1, 2)
-        if past is not None:
-            k_BHSD, v_BHSD = torch.cat((past[0], k_BHSD), dim=2), torch.cat((past[1], v_BHSD), dim=2)
+        if join is not None:
+            k_BHSD, v_BHSD = join(k_BHSD, v_BHSD)
         y_BHTD = F.scaled_dot_product_attention(
             q_BHTD,
             k_BHSD[:, :, -plan.visible :],
@@ -100,6 +131,11 @@ class FFN(nn.Module):
         return out
 
 
+def append(past: KV, k_BHTD: Tensor, v_BHTD: Tensor) -> KV:
+    """New keys and values after those of a cache."""
+    return torch.cat((past[0], k_BHTD), dim=2), torch.cat((past[1], v_BHTD), dim=2)
+
+
 class Block(nn.Module):
     """One transformer layer: h + Attn(LN(h)), then a + FFN(LN(a))."""
 
@@ -111,9 +147,9 @@ class Block(nn.Module):
         self.ffn = FFN(config.width, config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, h_BTC: Tensor, plan: AttentionPlan, past: KV | None) -> tuple[Tensor, KV]:
+    def forward(self, h_BTC: Tensor, plan: AttentionPlan, join: Join | None) -> tuple[Tensor, KV]:
         """Apply the layer; return its output and its keys and values."""
-        attended_BTC, kv = self.attn(self.attn_norm(h_BTC), plan, past)
+        attended_BTC, kv = self.attn(self.attn_norm(h_BTC), plan, join)
         a_BTC = h_BTC + self.dropout(attended_BTC)
         return a_BTC + self.dropout(self.ffn(self.ffn_norm(a_BTC))), kv
 
@@ -168,20 +204,31 @@ class Transformer(nn.Module):
             ) from None
         return e_BTC
 
-    def blocks(self, x_BTC: Tensor, cache: KVCache | None = None) -> tuple[Tensor, KVCache | None]:
-        """Run the D blocks: z (B, T, C), the residual stream before the final norm, and the cache after it."""
-        if cache is not None:
+    def blocks(self, x_BTC: Tensor, cache: KVCache | Places | None = None) -> tuple[Tensor, KVCache | Places | None]:
+        """Run the D blocks: z (B, T, C), the residual stream before the final norm, and the cache after it.
+
+        After a cache the tokens are the next ones. At places of a buffer they may be any, and the buffer is written to.
+        """
+        joins: list[Join | None]
+        if isinstance(cache, Places):
+            plan, joins = (
+                placed_plan(self.config, x_BTC, cache),
+                [partial(cache.join, i) for i in range(self.config.layers)],
+            )
+        elif cache is not None:
             self._check_cache(cache, x_BTC)
-        position, past = (0, 0) if cache is None else (cache.position, cache.length)
-        plan = attention_plan(self.config, x_BTC, position, past)
+            plan = attention_plan(self.config, x_BTC, cache.position, cache.length)
+            joins = [partial(append, kv) for kv in cache.layers]
+        else:
+            plan, joins = attention_plan(self.config, x_BTC, 0, 0), [None for _ in range(self.config.layers)]
         h_BTC, kvs = self.dropout(x_BTC), []
-        for i, block in enumerate(self.layers):
-            h_BTC, kv = block(h_BTC, plan, None if cache is None else cache.layers[i])
-            if cache is not None:
+        for block, join in zip(self.layers, joins, strict=True):
+            h_BTC, kv = block(h_BTC, plan, join)
+            if isinstance(cache, KVCache):
                 kvs.append(kv)
         if self.extra_ffn is not None and self.extra_norm is not None:
             h_BTC = h_BTC + self.dropout(self.extra_ffn(self.extra_norm(h_BTC)))
-        return h_BTC, None if cache is None else cache.advanced(kvs, x_BTC.shape[1])
+        return h_BTC, cache.advanced(kvs, x_BTC.shape[1]) if isinstance(cache, KVCache) else cache
 
     def head(self, z_BTC: Tensor) -> Tensor:
         """Predict: logits (B, T, V) = W_head LN(z)."""
@@ -198,7 +245,7 @@ class Transformer(nn.Module):
         e_BTC = self.embed(tokens_BT)
         self._check_cache(cache, e_BTC)
         z_BTC, advanced = self.blocks(e_BTC, cache)
-        assert advanced is not None
+        assert isinstance(advanced, KVCache)
         return self.head(z_BTC), advanced
 
     def init_cache(self, batch_size: int, history: int = 1) -> KVCache:
@@ -207,6 +254,11 @@ class Transformer(nn.Module):
         return KVCache.empty(
             batch_size, c.layers, c.heads, c.head_size, c.window, history, like=self.unembedding.weight
         )
+
+    def init_buffer(self, batch_size: int, slots: int) -> KVBuffer:
+        """A buffer before the first token; it lets tokens attend from any chosen positions over fixed slots."""
+        c = self.config
+        return KVBuffer.empty(batch_size, slots, c.layers, c.heads, c.head_size, c.window, like=self.unembedding.weight)
 
     def _check_cache(self, cache: KVCache, x_BTC: Tensor) -> None:
         if not isinstance(cache, KVCache):

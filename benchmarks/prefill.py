@@ -1,0 +1,208 @@
+"""Reading prompts with a trained model: cost against error of the three solvers, greedy continuations, longer prompts.
+
+    python benchmarks/prefill.py runs/wiki-d2-c256 --plot docs/pictures/prefill.png
+
+The last line is one JSON line.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from timing import interleaved_medians
+
+from contextready.data.shards import Data
+from contextready.model.context_ready import ContextReady
+from contextready.solve.hardware import free_rows
+from contextready.solve.prefill import SOLVERS, TOLERANCE, prefill, segment_length
+from contextready.solve.sweep import Chunk
+from contextready.solve.unroll import unroll
+from contextready.train.checkpoint import open_checkpoint
+
+Point = dict[str, float]
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--data", type=Path, help="default: what the model was trained on")
+    parser.add_argument("--tokens", type=int, default=1024, help="length of the prompts")
+    parser.add_argument("--prompts", type=int, default=200, help="prompts whose greedy continuations are compared")
+    parser.add_argument("--new", type=int, default=20, help="tokens of each continuation")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--lengths", default="128,256,512,1024,2048,4096")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+
+    checkpoint = open_checkpoint(options.run)
+    model = checkpoint.model().eval()
+    assert isinstance(model, ContextReady)
+    row = Data(options.data or Path(checkpoint.config["train"]["data"]), verify=[]).row("val")
+    tokens_1T = torch.from_numpy(row.read(0, options.tokens).astype(np.int64))[None]
+    rows, segment = free_rows(model), segment_length(options.tokens, free_rows(model))
+    print(
+        f"{options.run}: a step of r tokens takes 1 + r / {rows:.1f}; {options.tokens} tokens in segments of {segment}"
+    )
+
+    curves = cost_against_error(model, tokens_1T, segment, options.rounds)
+    for name, points in curves.items():
+        for point in points:
+            print(
+                f"{name:10s} {point['number']:4.0f}  {1e3 * point['seconds']:8.1f} ms  {point['cost']:6.2f} passes  "
+                f"error {point['error']:.1e} (mean {point['mean_error']:.1e})  last change {point['change']:.1e}"
+            )
+    same = greedy_continuations(model, row, options.tokens, options.prompts, options.new)
+    print(json.dumps(same))
+    lengths = [int(length) for length in options.lengths.split(",")]
+    longer = [one for length in lengths for one in by_length(model, row, length, options.rounds)]
+    for one in longer:
+        print(f"{one['tokens']:5d} tokens  {one['solver']:10s} {1e3 * one['seconds']:8.1f} ms  cost {one['cost']:.2f}")
+    if options.plot:
+        draw(curves, longer, options.plot)
+    print(json.dumps({"benchmark": "prefill", "curves": curves, "greedy": same, "lengths": longer}))
+
+
+def cost_against_error(
+    model: ContextReady, tokens_1T: torch.Tensor, segment: int, rounds: int
+) -> dict[str, list[Point]]:
+    """Error of z after each pass and each sweep, against streaming in float64, with arithmetic and time."""
+    T, start = tokens_1T.shape[1], model.init_state(1)
+    exact_1TC = _streamed(model.double(), tokens_1T)
+    model.float()
+    e_1TC = model.backbone.embed(tokens_1T)
+    info = prefill(model, tokens_1T, solver="sequential").info
+    plain, corrected = info.plain_macs, info.macs
+
+    def jacobi(passes: int) -> Callable[[], torch.Tensor]:
+        return lambda: unroll(model, tokens_1T, passes, state=start)[0]
+
+    def sweeps(count: int) -> Callable[[], torch.Tensor]:
+        def run() -> torch.Tensor:
+            chunk = Chunk(model, e_1TC, start)
+            chunk.plain_pass()
+            for swept in range(count):
+                chunk.sweep(swept, segment)
+            return chunk.z_BTC
+
+        return run
+
+    def alone() -> torch.Tensor:
+        chunk = Chunk(model, e_1TC, start)
+        chunk.read_from(0)
+        return chunk.z_BTC
+
+    numbers = {"jacobi": range(2, 15), "sweep": range(1, 6), "sequential": [1]}
+    makers = {"jacobi": jacobi, "sweep": sweeps, "sequential": lambda _: alone}
+    found: dict[str, list[Point]] = {}
+    for name, counts in numbers.items():
+        calls = [makers[name](count) for count in counts]
+        seconds = interleaved_medians(calls, rounds, warmups=1)
+        before_1TC = None
+        for count, call, taken in zip(counts, calls, seconds, strict=True):
+            z_1TC = call()
+            errors_T = (z_1TC - exact_1TC).norm(dim=-1)[0] / exact_1TC.norm(dim=-1).max()
+            change = (
+                0.0 if before_1TC is None else float((z_1TC - before_1TC).norm(dim=-1).max() / z_1TC.norm(dim=-1).max())
+            )
+            before_1TC = z_1TC
+            # Each sweep leaves out the segments that those before it made exact; they are few and cost little here.
+            macs = {
+                "jacobi": plain + (count - 1) * corrected,
+                "sweep": plain + sum(corrected * (1 - swept * segment / T) for swept in range(count)),
+                "sequential": corrected,
+            }[name]
+            found.setdefault(name, []).append(
+                {
+                    "number": count,
+                    "seconds": taken,
+                    "cost": macs / plain,
+                    "error": float(errors_T.max()),
+                    "mean_error": float(errors_T.mean()),
+                    "change": change,
+                }
+            )
+    return found
+
+
+def greedy_continuations(
+    model: ContextReady, row: object, tokens: int, prompts: int, new: int, batch: int = 10
+) -> dict[str, float]:
+    """Of so many prompts, how many go on greedily as after reading them one by one, and what reading cost."""
+    same: dict[str, float] = {"prompts": prompts, "new": new, "tolerance": TOLERANCE, "identical": 0, "jacobi_same": 0}
+    costs, sweeps = [], []
+    for first in range(0, prompts, batch):
+        ids = [row.read((first + i) * tokens, tokens).astype(np.int64) for i in range(batch)]  # type: ignore[attr-defined]
+        tokens_BT = torch.from_numpy(np.stack(ids))
+        exact = prefill(model, tokens_BT, solver="sequential")
+        swept = prefill(model, tokens_BT, solver="sweep")
+        costs.append(swept.info.cost)
+        sweeps.append(len(swept.info.changes))
+        ours, theirs = (_greedy(model, one, new) for one in (swept, exact))
+        same["identical"] += int((ours == theirs).all(dim=1).sum())
+    return same | {"cost": statistics.mean(costs), "largest_cost": max(costs), "most_sweeps": max(sweeps)}
+
+
+def by_length(model: ContextReady, row: object, length: int, rounds: int) -> list[dict[str, float | str]]:
+    """Every solver with its default tolerance on a prompt of this length; the best of every round is not picked."""
+    tokens_1T = torch.from_numpy(row.read(0, length).astype(np.int64))[None]  # type: ignore[attr-defined]
+    calls = [lambda solver=solver: prefill(model, tokens_1T, solver=solver) for solver in SOLVERS]
+    seconds = interleaved_medians(calls, rounds, warmups=1)
+    return [
+        {"tokens": length, "solver": solver, "seconds": taken, "cost": call().info.cost or 0.0}
+        for solver, call, taken in zip(SOLVERS, calls, seconds, strict=True)
+    ]
+
+
+def draw(curves: dict[str, list[Point]], longer: list[dict[str, float | str]], out: Path) -> None:
+    """Arithmetic against error, time against error, time against length."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (cost, clock, length) = pyplot.subplots(1, 3, figsize=(13.5, 4.2), layout="constrained")
+    for name, points in curves.items():
+        errors = [point["error"] for point in points]
+        cost.plot([point["cost"] for point in points], errors, marker="o", label=name)
+        clock.plot([1e3 * point["seconds"] for point in points], errors, marker="o", label=name)
+    for solver in SOLVERS:
+        mine = [one for one in longer if one["solver"] == solver]
+        length.plot(
+            [one["tokens"] for one in mine], [1e3 * float(one["seconds"]) for one in mine], marker="o", label=solver
+        )
+    cost.set(xlabel="arithmetic, in plain passes", ylabel="largest relative error of z", yscale="log")
+    clock.set(xlabel="ms", yscale="log")
+    length.set(xlabel="tokens in the prompt", ylabel="ms", xscale="log", yscale="log")
+    for axes in (cost, clock, length):
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=130)
+
+
+def _streamed(model: ContextReady, tokens_1T: torch.Tensor) -> torch.Tensor:
+    chunk = Chunk(model, model.backbone.embed(tokens_1T), model.init_state(1))
+    chunk.read_from(0)
+    return chunk.z_BTC
+
+
+def _greedy(model: ContextReady, read: object, new: int) -> torch.Tensor:
+    logits_B1V, state, chosen = model.backbone.head(read.z_B1C), read.state, []  # type: ignore[attr-defined]
+    for _ in range(new):
+        chosen.append(logits_B1V[:, -1:].argmax(dim=-1))
+        logits_B1V, state = model.stream(chosen[-1], state)
+    return torch.cat(chosen, dim=1)
+
+
+if __name__ == "__main__":
+    start = time.perf_counter()
+    main()

@@ -1,0 +1,1 @@
+"""Generation: engines that stream, sampling, text as it comes, what it all costs."""

@@ -1,0 +1,77 @@
+"""Opening what is on disk for generation: a run, a checkpoint, or an exported file."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from contextready.errors import ContextReadyError
+from contextready.infer.engine import ENGINES, Engine
+from contextready.settings import nearest
+
+if TYPE_CHECKING:
+    from contextready.data.tokenizer import Tokenizer
+
+EXPORTED = ".gguf"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model on disk: its tokenizer, and engines of any size for it."""
+
+    tokenizer: "Tokenizer"
+    trained_length: int
+    """Tokens of the sequences it was trained on."""
+    engine: Callable[[int, int], Engine]
+    """Make an engine of so many rows, each with room for so many tokens."""
+
+
+def open_for_generation(
+    path: Path, kind: str | None = None, *, threads: int | None = None, device: str = "auto", **settings: Any
+) -> Opened:
+    """Open a run, a checkpoint or an exported file; `settings` (solver, tolerance, …) go to an engine on torch."""
+    if kind is not None and kind not in ENGINES:
+        raise ContextReadyError(f"Unknown engine '{kind}'; {nearest(kind, ENGINES)}")
+    if path.suffix == EXPORTED:
+        if kind not in (None, "ggml"):
+            raise ContextReadyError(f"{path} is an exported model, which the engine ggml runs; leave --engine out.")
+        if settings:
+            raise ContextReadyError(
+                f"An exported model reads prompts one token at a time, so {', '.join(settings)} cannot be chosen; "
+                "leave it out, or generate from the checkpoint."
+            )
+        return _open_exported(path, threads)
+    if kind == "ggml":
+        raise ContextReadyError(
+            f"The engine ggml runs exported models: crt export {path} model.gguf, then crt generate model.gguf."
+        )
+    return _open_checkpoint(path, kind or "eager", threads, device, settings)
+
+
+def _open_exported(path: Path, threads: int | None) -> Opened:
+    from contextready.infer.ggml_engine import GgmlEngine
+    from contextready.infer.gguf_file import read_gguf
+
+    exported = read_gguf(path)
+    return Opened(
+        exported.tokenizer(), exported.context, lambda rows, capacity: GgmlEngine(path, rows, capacity, threads)
+    )
+
+
+def _open_checkpoint(path: Path, kind: str, threads: int | None, device: str, settings: dict[str, Any]) -> Opened:
+    import torch
+
+    from contextready.data.tokenizer import Tokenizer
+    from contextready.device import find_device
+    from contextready.infer.torch_engine import torch_engine
+    from contextready.train.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(path)
+    model, tokenizer = checkpoint.model().to(find_device(device)), Tokenizer.load(checkpoint.folder)
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+    def make(rows: int, capacity: int) -> Engine:
+        return torch_engine(model, kind, rows=rows, capacity=capacity, **settings)
+
+    return Opened(tokenizer, checkpoint.config["train"]["block_size"], make)

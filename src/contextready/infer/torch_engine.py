@@ -1,0 +1,218 @@
+"""Engines on PyTorch: `eager` and `compiled` step in static buffers, `StateEngine` serves any other backbone."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from contextready.errors import ContextReadyError
+from contextready.infer.engine import Engine, Logits, check_ids, check_room
+from contextready.model.cache import KVCache
+from contextready.model.context_ready import ContextReady
+from contextready.model.correction import Nothing
+from contextready.model.state import State
+from contextready.model.transformer import Transformer
+from contextready.solve.prefill import prefill
+from contextready.solve.report import ReadInfo
+
+ROOM = 256
+"""Buffers are made for a multiple of this many positions, so that engines of nearly the same length compile alike."""
+
+
+def as_context_ready(model: Transformer | ContextReady) -> ContextReady:
+    """The model itself, or a plain transformer as a model without any correction."""
+    return model if isinstance(model, ContextReady) else ContextReady(model, Nothing(model))
+
+
+def torch_engine(
+    model: Transformer | ContextReady, kind: str = "eager", *, rows: int = 1, capacity: int, **settings: Any
+) -> Engine:
+    """An engine of this kind; a backbone without fixed places for keys and values is stepped by its own cache."""
+    ready = as_context_ready(model).eval()
+    if hasattr(ready.backbone, "init_buffer"):
+        return BufferEngine(ready, rows, capacity, compiled=kind == "compiled", **settings)
+    if kind == "compiled":
+        raise ContextReadyError("This backbone has no fixed places for keys and values to compile for; use eager.")
+    return StateEngine(ready, rows, capacity, **settings)
+
+
+class _TorchEngine:
+    """What both have in common: reading prompts with a solver, and one state in and out of each row."""
+
+    name = "eager"
+
+    def __init__(self, model: ContextReady, rows: int, capacity: int, history: int = 1, **reading: Any) -> None:
+        """Rows for so many tokens each; `reading` are settings of `prefill`: solver, tolerance, segment, chunk."""
+        if rows < 1 or capacity < 1:
+            raise ContextReadyError(f"An engine needs at least 1 row and room for 1 token, not {rows} and {capacity}.")
+        self.model, self.rows, self.history, self.reading = model, rows, history, reading
+        weight = next(model.backbone.parameters())
+        self.device = weight.device
+        self.capacity: int | None = capacity
+        with torch.inference_mode():
+            z_11C = weight.new_zeros(1, 1, model.backbone.width)
+            self.vocab_size: int = model.backbone.head(z_11C).shape[-1]
+
+    @torch.inference_mode()
+    def read(self, row: int, tokens: Sequence[int]) -> tuple[Logits, ReadInfo]:
+        """Read a prompt into a row, after what it has read already; logits (V,) after its last token."""
+        check_ids(tokens, self.vocab_size)
+        check_room(self.capacity, self.position(row) + len(tokens))
+        tokens_1T = torch.tensor([list(tokens)], device=self.device)
+        result = prefill(self.model, tokens_1T, self.state(row), **self.reading)
+        self.load(row, result.state)
+        return _numpy(self.model.backbone.head(result.z_B1C)[0, 0]), result.info
+
+    def position(self, row: int) -> int:
+        """Tokens this row has read."""
+        raise NotImplementedError
+
+    def state(self, row: int) -> State:
+        """The state of a row, as a value that shares no memory with the engine."""
+        raise NotImplementedError
+
+    def load(self, row: int, state: State | None) -> None:
+        """Continue a row from a state of one row; none: from before the first token."""
+        raise NotImplementedError
+
+    def _checked(self, state: State | None) -> State:
+        if state is None:
+            return self.model.init_state(1, self.history)
+        width, weight = self.model.backbone.width, next(self.model.backbone.parameters())
+        self.model.check_state(state, weight.new_empty(1, 1, width))
+        return state
+
+
+class BufferEngine(_TorchEngine):
+    """Every row in fixed places of one buffer, each at a position of its own: shapes never change."""
+
+    def __init__(
+        self, model: ContextReady, rows: int, capacity: int, compiled: bool = False, history: int = 1, **reading: Any
+    ) -> None:
+        super().__init__(model, rows, capacity, history, **reading)
+        assert isinstance(model.backbone, Transformer)
+        window = model.backbone.config.window
+        slots = -(-capacity // ROOM) * ROOM if window is None else window - 1 + max(history, 1)
+        # Old positions of a window are overwritten, so such rows never fill up.
+        self.capacity = None if window is not None else capacity
+        with torch.inference_mode():
+            self.buffer = model.backbone.init_buffer(rows, slots)
+            self.carried_BRC = self.buffer.k_LBNHD.new_zeros(rows, history + 1, model.backbone.width)
+            self.positions_B1 = torch.zeros(rows, 1, dtype=torch.int64, device=self.device)
+        self.read_tokens = [0] * rows
+        self.name = "compiled" if compiled else "eager"
+        self._step: Callable[[Tensor], Tensor] = _captured(self._next) if compiled else self._next_over_what_is_there
+
+    def position(self, row: int) -> int:
+        """Tokens this row has read."""
+        return self.read_tokens[row]
+
+    @torch.inference_mode()
+    def step(self, tokens: Sequence[int]) -> Logits:
+        """Read one token in every row; logits (rows, V)."""
+        check_room(self.capacity, max(self.read_tokens) + 1)
+        check_ids(tokens, self.vocab_size)
+        logits_BV = self._step(torch.tensor(tokens, device=self.device)[:, None])
+        self.read_tokens = [position + 1 for position in self.read_tokens]
+        return _numpy(logits_BV)
+
+    @torch.inference_mode()
+    def state(self, row: int) -> State:
+        """The state of a row, as a value that shares no memory with the engine."""
+        position = self.read_tokens[row]
+        held = min(self.history, position) + 1
+        cache = self.buffer.cache(row, position, self.history)
+        return State(cache, self.carried_BRC[row : row + 1, -held:].clone(), self.history)
+
+    @torch.inference_mode()
+    def load(self, row: int, state: State | None) -> None:
+        """Continue a row from a state of one row; none: from before the first token."""
+        state = self._checked(state)
+        assert isinstance(state.cache, KVCache)
+        check_room(self.capacity, state.position)
+        self.buffer.load(row, state.cache)
+        held = min(state.carried_BRC.shape[1], self.history + 1)
+        self.carried_BRC[row] = 0.0
+        self.carried_BRC[row, -held:] = state.carried_BRC[0, -held:]
+        self.positions_B1[row] = state.position
+        self.read_tokens[row] = state.position
+
+    def _next_over_what_is_there(self, tokens_B1: Tensor) -> Tensor:
+        """Step without looking at slots that nothing was ever written to."""
+        longest = max(self.read_tokens) + 1
+        alone = self.rows == 1 and self.buffer.window is None
+        return self._next(tokens_B1, "all" if alone else "held", min(longest, self.buffer.slots))
+
+    def _next(self, tokens_B1: Tensor, sees: Any = "held", visible: int | None = None) -> Tensor:
+        e_B1C = self.model.backbone.embed(tokens_B1)
+        places = self.buffer.at(self.positions_B1, sees, visible)
+        result = self.model.recur(e_B1C, self.carried_BRC[:, -1:], places)
+        self.carried_BRC.copy_(torch.cat((self.carried_BRC[:, 1:], result.carried_BTC), dim=1))
+        self.positions_B1.add_(1)
+        return self.model.backbone.head(result.z_BTC)[:, 0]
+
+
+class StateEngine(_TorchEngine):
+    """Any backbone, by its own cache: one state a row, rows one after the other."""
+
+    def __init__(self, model: ContextReady, rows: int, capacity: int, history: int = 1, **reading: Any) -> None:
+        super().__init__(model, rows, capacity, history, **reading)
+        with torch.inference_mode():
+            self.states = [model.init_state(1, history) for _ in range(rows)]
+
+    def position(self, row: int) -> int:
+        """Tokens this row has read."""
+        return self.states[row].position
+
+    @torch.inference_mode()
+    def step(self, tokens: Sequence[int]) -> Logits:
+        """Read one token in every row; logits (rows, V)."""
+        logits = []
+        for row, token in enumerate(tokens):
+            check_room(self.capacity, self.position(row) + 1)
+            check_ids([token], self.vocab_size)
+            logits_11V, self.states[row] = self.model.stream(
+                torch.tensor([[token]], device=self.device), self.states[row]
+            )
+            logits.append(_numpy(logits_11V[0, 0]))
+        return np.stack(logits)
+
+    def state(self, row: int) -> State:
+        """The state of a row; states are values, so it is the engine's own."""
+        return self.states[row]
+
+    def load(self, row: int, state: State | None) -> None:
+        """Continue a row from a state of one row; none: from before the first token."""
+        self.states[row] = self._checked(state)
+
+
+def _captured(step: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The step as one compiled graph; on CUDA recorded as well, so that a token is one launch."""
+    compiled = torch.compile(step, fullgraph=True, dynamic=False)
+    return compiled if not torch.cuda.is_available() else _Recorded(compiled)
+
+
+class _Recorded:
+    """A step recorded as a CUDA graph at its second call: the first compiles it."""
+
+    def __init__(self, step: Callable[[Tensor], Tensor]) -> None:
+        self.step, self.calls = step, 0
+
+    def __call__(self, tokens_B1: Tensor) -> Tensor:
+        self.calls += 1
+        if tokens_B1.device.type != "cuda" or self.calls == 1:
+            return self.step(tokens_B1)
+        if self.calls == 2:
+            self.tokens_B1, self.graph = tokens_B1.clone(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.logits_BV = self.step(self.tokens_B1)
+        self.tokens_B1.copy_(tokens_B1)
+        self.graph.replay()
+        return self.logits_BV
+
+
+def _numpy(logits: Tensor) -> Logits:
+    values: Logits = logits.float().cpu().numpy()
+    return values

@@ -1,0 +1,26 @@
+"""Multiply-accumulates of a transformer's parts, from its configuration alone."""
+
+from contextready.model.config import TransformerConfig
+
+
+def block_macs(config: TransformerConfig) -> int:
+    """Matrix products of all blocks for one token, extra FFN included, attention scores not."""
+    return (12 * config.layers + (8 if config.extra_ffn else 0)) * config.width**2
+
+
+def attention_macs(config: TransformerConfig, context: int) -> int:
+    """Scores and weighted sums of a token that attends to `context` positions, itself included."""
+    seen = context if config.window is None else min(context, config.window)
+    return 2 * seen * config.width * config.layers
+
+
+def attention_macs_of(config: TransformerConfig, first: int, end: int) -> int:
+    """The same of all tokens from position `first` to before `end`."""
+    return _up_to(config, end) - _up_to(config, first)
+
+
+def _up_to(config: TransformerConfig, tokens: int) -> int:
+    window = config.window or tokens
+    short = min(tokens, window)
+    pairs = short * (short + 1) // 2 + (tokens - short) * window
+    return 2 * pairs * config.width * config.layers
