@@ -235,3 +235,10 @@ def test_nbytes_is_what_is_held():
     _, _, state = streamed(history=1)
     # 2 layers of keys and values of 10 positions, and the two newest z, in float64, 3 rows of width 12.
     assert state.nbytes == 3 * 12 * 8 * (2 * 2 * 10 + 2)
+
+
+def test_a_windowed_state_that_was_rolled_back_can_be_saved(tmp_path):
+    model, _, state = streamed(window=4, history=3)
+    back = state.rollback(8)
+    back.save(tmp_path / "back.state")
+    assert continues(model, State.load(tmp_path / "back.state"), back)

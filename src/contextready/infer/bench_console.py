@@ -27,6 +27,12 @@ PAIRS = ("owt-d1-c2048", "owt-n6-c1088", "owt-d5-c1120", "owt-n12-c768")
 """The paper's timed pairs: what is measured when nothing is named."""
 
 
+BOUND = 0.7
+"""From this part of the bandwidth on, memory is what limits."""
+CACHED = 1.1
+"""More than memory gives: the weights are in the caches."""
+
+
 class Bench(NamedTuple):
     """What to measure."""
 
@@ -162,13 +168,17 @@ def print_decode(console: Any, timings: Sequence[Timing], bandwidth: float, thre
 
 
 def regimes(timings: Sequence[Timing]) -> str:
-    """Which contestants the memory limits, and which their own overhead."""
-    bound = sorted({f"{t.label} {t.engine} {t.precision}" for t in timings if t.of_bandwidth >= 0.7})
-    return (
-        "Limited by memory (0.7 of its bandwidth or more): "
-        + (", ".join(bound) or "none")
-        + ". There the bytes of the weights decide; elsewhere arithmetic or the overhead of each layer does."
-    )
+    """Which contestants the memory limits, which run from the processor's caches, and which their overhead limits."""
+    kinds: dict[str, list[str]] = {"memory": [], "caches": [], "overhead": []}
+    for t in timings:
+        kind = "caches" if t.of_bandwidth > CACHED else "memory" if t.of_bandwidth >= BOUND else "overhead"
+        kinds[kind].append(f"{t.label} {t.engine} {t.precision}")
+    told = {
+        "memory": "limited by memory, so that bytes decide",
+        "caches": "small enough to be read from the processor's caches",
+        "overhead": "limited by arithmetic or by the overhead of each layer",
+    }
+    return "\n".join(f"{told[kind]}: {', '.join(dict.fromkeys(names))}" for kind, names in kinds.items() if names)
 
 
 def print_memory(console: Any, models: Sequence[Model], contexts: Sequence[int], precisions: Sequence[str]) -> None:
@@ -232,7 +242,8 @@ def draw(timings: Sequence[Timing], read: Sequence[dict[str, Any]], bandwidth: f
             marker="o",
             label=f"{label} {engine} {precision}",
         )
-    axes.set(xlabel="tokens in the context", ylabel="ms per token", xscale="log", yscale="log")
+    axes.set(xlabel="tokens in the context", ylabel="ms per token")
+    _ticks(axes, sorted({t.context for t in timings}))
     axes.set_title(f"Decoding; memory reads {bandwidth / 1e9:.0f} GB/s", fontsize=10)
     if read:
         for label, solver in dict.fromkeys((one["label"], one["asked"]) for one in read):
@@ -243,7 +254,8 @@ def draw(timings: Sequence[Timing], read: Sequence[dict[str, Any]], bandwidth: f
                 marker="o",
                 label=f"{label} {solver}",
             )
-        panels[0][1].set(xlabel="tokens in the prompt", ylabel="ms", xscale="log", yscale="log")
+        panels[0][1].set(xlabel="tokens in the prompt", ylabel="ms")
+        _ticks(panels[0][1], sorted({one["tokens"] for one in read}))
         panels[0][1].set_title("Reading a prompt", fontsize=10)
     for panel in panels[0]:
         panel.grid(alpha=0.25)
@@ -252,6 +264,14 @@ def draw(timings: Sequence[Timing], read: Sequence[dict[str, Any]], bandwidth: f
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=150)
     pyplot.close(figure)
+
+
+def _ticks(axes: Any, numbers: Sequence[int]) -> None:
+    """A logarithmic axis with a tick at each number that was measured, and heights from 0 on."""
+    axes.set_xscale("log")
+    axes.set_xticks(numbers, [f"{number:,}" for number in numbers])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
 
 
 def _text(folder: str) -> torch.Tensor | None:

@@ -102,6 +102,8 @@ class BufferEngine(_TorchEngine):
             self.carried_BRC = self.buffer.k_LBNHD.new_zeros(rows, history + 1, model.backbone.width)
             self.positions_B1 = torch.zeros(rows, 1, dtype=torch.int64, device=self.device)
         self.read_tokens = [0] * rows
+        self.known = [1] * rows
+        """How many of a row's newest carried vectors are known: one that was rolled back has fewer."""
         self.name = "compiled" if compiled else "eager"
         self._step: Callable[[Tensor], Tensor] = _captured(self._next) if compiled else self._next_over_what_is_there
 
@@ -116,15 +118,14 @@ class BufferEngine(_TorchEngine):
         check_ids(tokens, self.vocab_size)
         logits_BV = self._step(torch.tensor(tokens, device=self.device)[:, None])
         self.read_tokens = [position + 1 for position in self.read_tokens]
+        self.known = [min(known, self.history) + 1 for known in self.known]
         return _numpy(logits_BV)
 
     @torch.inference_mode()
     def state(self, row: int) -> State:
         """The state of a row, as a value that shares no memory with the engine."""
-        position = self.read_tokens[row]
-        held = min(self.history, position) + 1
-        cache = self.buffer.cache(row, position, self.history)
-        return State(cache, self.carried_BRC[row : row + 1, -held:].clone(), self.history)
+        cache = self.buffer.cache(row, self.read_tokens[row], self.history)
+        return State(cache, self.carried_BRC[row : row + 1, -self.known[row] :].clone(), self.history)
 
     @torch.inference_mode()
     def load(self, row: int, state: State | None) -> None:
@@ -133,9 +134,8 @@ class BufferEngine(_TorchEngine):
         assert isinstance(state.cache, KVCache)
         check_room(self.capacity, state.position)
         self.buffer.load(row, state.cache)
-        held = min(state.carried_BRC.shape[1], self.history + 1)
-        self.carried_BRC[row] = 0.0
-        self.carried_BRC[row, -held:] = state.carried_BRC[0, -held:]
+        self.known[row] = known = min(state.carried_BRC.shape[1], self.history + 1)
+        self.carried_BRC[row, -known:] = state.carried_BRC[0, -known:]
         self.positions_B1[row] = state.position
         self.read_tokens[row] = state.position
 

@@ -71,10 +71,9 @@ class KVBuffer:
         if cache.batch_size != 1:
             raise ContextReadyError(f"A state of {cache.batch_size} rows was given for one row; select one of them.")
         count = min(cache.length, self.slots)
-        needed = cache.position if self.window is None else min(cache.position, self.window - 1)
-        if count < needed:
+        if count < cache.needed:
             raise ContextReadyError(
-                f"This state holds {needed} positions that are needed and there is room for {self.slots}; "
+                f"This state holds {cache.needed} positions that are needed and there is room for {self.slots}; "
                 "make the engine with a larger capacity."
             )
         self.clear(row)
@@ -90,7 +89,8 @@ class KVBuffer:
     def cache(self, row: int, position: int, history: int) -> KVCache:
         """What a row holds after `position` tokens, as a value that shares no memory with the buffer."""
         keep = None if self.window is None else self.window - 1 + history
-        count = position if keep is None else min(position, keep)
+        # A state that was rolled back before it was loaded holds fewer than it may.
+        count = position if keep is None else int((self.held_BN[row] >= max(0, position - keep)).sum())
         slots_S = torch.arange(position - count, position, device=self.held_BN.device) % self.slots
         layers = tuple(
             (k_NHD[slots_S].transpose(0, 1)[None], v_NHD[slots_S].transpose(0, 1)[None])

@@ -86,6 +86,11 @@ class KVCache:
         return self.layers[0][0].shape[2]
 
     @property
+    def needed(self) -> int:
+        """Positions that the next token attends to: fewer must not be held, more are for rolling back."""
+        return self.position if self.window is None else min(self.position, self.window - 1)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the keys and values held."""
         return sum(tensor.nbytes for kv in self.layers for tensor in kv)
@@ -122,14 +127,14 @@ class KVCache:
         if not 0 <= position <= self.position:
             raise ContextReadyError(f"Cannot roll back to position {position}; {self.position} tokens have been read.")
         held = max(0, self.length - (self.position - position))
-        needed = position if self.window is None else min(position, self.window - 1)
-        if held < needed:
+        layers = tuple((k[:, :, :held], v[:, :, :held]) for k, v in self.layers)
+        rolled = replace(self, layers=layers, position=position)
+        if held < rolled.needed:
             raise ContextReadyError(
-                f"Cannot roll back from position {self.position} to {position}: attention there needs {needed} earlier "
-                f"positions and {held} are kept; start the state with a larger history."
+                f"Cannot roll back from position {self.position} to {position}: attention there needs {rolled.needed} "
+                f"earlier positions and {held} are kept; start the state with a larger history."
             )
-        rolled = tuple((k[:, :, :held], v[:, :, :held]) for k, v in self.layers)
-        return replace(self, layers=rolled, position=position)
+        return rolled
 
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return everything needed to rebuild the cache: tensors by name, and plain JSON values."""
@@ -151,7 +156,7 @@ class KVCache:
         if (
             len({tensor.shape for kv in layers for tensor in kv}) != 1
             or not all(isinstance(limit, int) for limit in limits)
-            or cache.length != (cache.position if cache.keep is None else min(cache.position, cache.keep))
+            or not cache.needed <= cache.length <= min(cache.position, cache.keep or cache.position)
         ):
             raise ValueError("its keys and values do not fit together")
         return cache

@@ -4,7 +4,7 @@ Shapes in names: B batch, T tokens of this call, S keys attended to, C width, H 
 """
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -64,22 +64,11 @@ def placed_plan(config: TransformerConfig, x_BTC: Tensor, places: Places) -> Att
 
 def turns(config: TransformerConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the rotary angles of positions, in a last dimension of half the head size."""
-    # A compiler traces the function itself and complains of what keeps its results.
-    periods = rotary_periods if torch.compiler.is_compiling() else _kept_periods
-    angles = positions[..., None] / periods(config.head_size, config.rope_base, positions.device)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotary_periods(head_size: int, rope_base: float, device: torch.device) -> Tensor:
-    """How many positions each pair of channels takes to turn by one radian."""
     # A float32 angle is off by 0.006 rad at position 100,000, so angles are float64 where the device has it.
-    exact = torch.float32 if device.type == "mps" else torch.float64
-    with torch.inference_mode(False):
-        half_D: Tensor = torch.arange(0, head_size, 2, device=device, dtype=exact) / head_size
-        return rope_base**half_D
-
-
-_kept_periods = lru_cache(maxsize=64)(rotary_periods)
+    exact = torch.float32 if positions.device.type == "mps" else torch.float64
+    half = torch.arange(0, config.head_size, 2, device=positions.device, dtype=exact) / config.head_size
+    angles = positions[..., None].to(exact) / config.rope_base**half
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def rotate(x_BTRHD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
