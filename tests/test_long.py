@@ -1,5 +1,8 @@
 """Minutes, not seconds: `make slow`."""
 
+import resource
+from itertools import islice
+
 import pytest
 import test_properties as properties
 import torch
@@ -8,6 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contextready import unroll
+from contextready.infer.generate import stream
+from contextready.infer.ggml_engine import GgmlEngine
+from contextready.infer.gguf_file import write_gguf
+from contextready.infer.sampling import Sampling
+from contextready.infer.torch_engine import torch_engine
 
 pytestmark = pytest.mark.slow
 
@@ -27,6 +35,27 @@ def test_a_windowed_stream_of_20000_tokens_holds_constant_memory_and_stays_exact
         full = full or streamed.nbytes
         assert streamed.nbytes == chunked.nbytes == full
     assert streamed.position == 20_000
+
+
+@pytest.mark.parametrize("kind", ["eager", "ggml"])
+def test_a_windowed_model_generates_100000_tokens_in_constant_memory(kind, tmp_path):
+    model = contractive_model(width=32, heads=4, window=64).float()
+    if kind == "ggml":
+        pytest.importorskip("ggml")
+        write_gguf(model, tmp_path / "model.gguf", 64, "f32")
+        engine = GgmlEngine(tmp_path / "model.gguf", threads=1)
+    else:
+        engine = torch_engine(model, capacity=64)
+    pieces = stream(engine, [[1, 2, 3]], Sampling(), max_tokens=100_000)
+    for _ in islice(pieces, 2_000):
+        pass
+    early = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert sum(1 for _ in pieces) == 98_000
+    assert engine.position(0) == 100_002
+    # The tokens themselves are kept for the completion, about 300 bytes each with their pieces.
+    grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - early)
+    assert grown < 98_000 * 600
+    assert engine.state(0).nbytes == model.stream(torch.randint(23, (1, 200)), model.init_state(1))[1].nbytes
 
 
 @settings(deadline=None, max_examples=1500)

@@ -1,5 +1,7 @@
 """Keys and values in fixed places: stepping in a buffer is the stream, and what it holds goes in and out unchanged."""
 
+from itertools import chain
+
 import pytest
 import torch
 from helpers import KINDS, gap, random_tokens, small_model
@@ -119,8 +121,8 @@ def test_a_cache_taken_from_a_buffer_shares_no_memory_with_it(window):
     state = streamed(model, random_tokens(batch=1, length=6))[1]
     buffer.load(1, state.cache)
     taken = buffer.cache(1, 6, 1)
-    buffer.k_LBNHD.fill_(7.0)
-    buffer.v_LBNHD.fill_(7.0)
+    for store in chain(*buffer.layers):
+        store.fill_(7.0)
     assert_same_cache(taken, state.cache)
 
 
@@ -182,8 +184,8 @@ def test_only_visible_slots_are_read():
     model = small_model()
     tokens = random_tokens(length=10)
     buffer = model.backbone.init_buffer(2, 16)
-    buffer.k_LBNHD[:, :, 10:] = float("nan")
-    buffer.v_LBNHD[:, :, 10:] = float("nan")
+    for store in chain(*buffer.layers):
+        store[:, 10:] = float("nan")
     logits = stepped(model, tokens, buffer, visible=lambda t: t + 1)
     assert gap(logits, streamed(model, tokens)[0]) < TOLERANCE
 
@@ -232,8 +234,7 @@ def test_size_and_type_of_a_buffer():
     buffer = model.backbone.init_buffer(2, 7)
     assert (buffer.batch_size, buffer.slots, buffer.window) == (2, 7, None)
     assert buffer.nbytes == 2 * 3 * 2 * 7 * 12 * 4
-    assert buffer.k_LBNHD.shape == buffer.v_LBNHD.shape == (3, 2, 7, 3, 4)
-    assert buffer.k_LBNHD.dtype == torch.float32
+    assert [(store.shape, store.dtype) for store in chain(*buffer.layers)] == [((2, 7, 3, 4), torch.float32)] * 6
     assert small_model(window=5).backbone.init_buffer(1, 5).window == 5
 
 

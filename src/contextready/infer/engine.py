@@ -36,13 +36,13 @@ class Engine(Protocol):
         """Read a prompt into a row, after what it has read already; logits (V,) after its last token."""
 
     def step(self, tokens: Sequence[int]) -> Logits:
-        """Read one token in every row; logits (rows, V)."""
+        """Read one token in every row; logits (rows, V), which the next call may overwrite."""
 
     def state(self, row: int) -> "State":
         """The state of a row, as a value that shares no memory with the engine."""
 
     def load(self, row: int, state: "State | None") -> None:
-        """Continue a row from a state of one row; none: from before the first token."""
+        """Continue a row from a state of one row, of this model; none: from before the first token."""
 
 
 def check_room(capacity: int | None, tokens: int) -> None:
@@ -63,3 +63,10 @@ def check_ids(tokens: Sequence[int], vocab_size: int) -> None:
         raise ContextReadyError(
             f"Token id {bad} is out of range; this model knows the ids 0 to {vocab_size - 1}, so use its own tokenizer."
         )
+
+
+def check_step(tokens: Sequence[int], rows: int, vocab_size: int) -> None:
+    """Refuse a step that has not one known token for every row."""
+    if len(tokens) != rows:
+        raise ContextReadyError(f"{len(tokens)} tokens were given for {rows} rows; give one for each.")
+    check_ids(tokens, vocab_size)

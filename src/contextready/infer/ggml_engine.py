@@ -10,7 +10,7 @@ import numpy as np
 
 from contextready.errors import ContextReadyError
 from contextready.extras import require
-from contextready.infer.engine import Logits, check_ids, check_room
+from contextready.infer.engine import Logits, check_ids, check_room, check_step
 from contextready.infer.ggml_graph import Buffers, StepGraph, Weights, frequencies, turns
 from contextready.infer.gguf_file import Exported, read_gguf
 from contextready.model.macs import attention_macs_of, block_macs
@@ -90,11 +90,8 @@ class GgmlEngine:
 
     def step(self, tokens: Sequence[int]) -> Logits:
         """Read one token in every row; logits (rows, V)."""
-        if len(tokens) != self.rows:
-            raise ContextReadyError(f"{len(tokens)} tokens were given for {self.rows} rows; give one for each.")
-        check_ids(tokens, self.vocab_size)
-        for row in range(self.rows):
-            check_room(self.capacity, self.position(row) + 1)
+        check_step(tokens, self.rows, self.vocab_size)
+        check_room(self.capacity, max(self._positions) + 1)
         self._run(0, tokens, head=True)
         return self._buffers.logits_RV.copy()
 

@@ -8,17 +8,21 @@ import torch
 from torch import Tensor
 
 from contextready.errors import ContextReadyError
-from contextready.infer.engine import Engine, Logits, check_ids, check_room
+from contextready.infer.engine import Engine, Logits, check_ids, check_room, check_step
 from contextready.model.cache import KVCache
 from contextready.model.context_ready import ContextReady
 from contextready.model.correction import Nothing
 from contextready.model.state import State
 from contextready.model.transformer import Transformer
+from contextready.settings import nearest
 from contextready.solve.prefill import prefill
 from contextready.solve.report import ReadInfo
 
 ROOM = 256
 """Buffers are made for a multiple of this many positions, so that engines of nearly the same length compile alike."""
+
+SHAPES = 1024
+"""Shapes for which steps may be compiled in one process."""
 
 
 def as_context_ready(model: Transformer | ContextReady) -> ContextReady:
@@ -30,8 +34,10 @@ def torch_engine(
     model: Transformer | ContextReady, kind: str = "eager", *, rows: int = 1, capacity: int, **settings: Any
 ) -> Engine:
     """An engine of this kind; a backbone without fixed places for keys and values is stepped by its own cache."""
+    if kind not in ("eager", "compiled"):
+        raise ContextReadyError(f"'{kind}' is no engine on torch; {nearest(kind, ('eager', 'compiled'))}")
     ready = as_context_ready(model).eval()
-    if hasattr(ready.backbone, "init_buffer"):
+    if isinstance(ready.backbone, Transformer):
         return BufferEngine(ready, rows, capacity, compiled=kind == "compiled", **settings)
     if kind == "compiled":
         raise ContextReadyError("This backbone has no fixed places for keys and values to compile for; use eager.")
@@ -51,11 +57,11 @@ class _TorchEngine:
         weight = next(model.backbone.parameters())
         self.device = weight.device
         self.capacity: int | None = capacity
-        with torch.inference_mode():
+        with torch.no_grad():
             z_11C = weight.new_zeros(1, 1, model.backbone.width)
             self.vocab_size: int = model.backbone.head(z_11C).shape[-1]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def read(self, row: int, tokens: Sequence[int]) -> tuple[Logits, ReadInfo]:
         """Read a prompt into a row, after what it has read already; logits (V,) after its last token."""
         check_ids(tokens, self.vocab_size)
@@ -97,9 +103,9 @@ class BufferEngine(_TorchEngine):
         slots = -(-capacity // ROOM) * ROOM if window is None else window - 1 + max(history, 1)
         # Old positions of a window are overwritten, so such rows never fill up.
         self.capacity = None if window is not None else capacity
-        with torch.inference_mode():
+        with torch.no_grad():
             self.buffer = model.backbone.init_buffer(rows, slots)
-            self.carried_BRC = self.buffer.k_LBNHD.new_zeros(rows, history + 1, model.backbone.width)
+            self.carried_BRC = next(model.backbone.parameters()).new_zeros(rows, history + 1, model.backbone.width)
             self.positions_B1 = torch.zeros(rows, 1, dtype=torch.int64, device=self.device)
         self.read_tokens = [0] * rows
         self.known = [1] * rows
@@ -111,23 +117,23 @@ class BufferEngine(_TorchEngine):
         """Tokens this row has read."""
         return self.read_tokens[row]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def step(self, tokens: Sequence[int]) -> Logits:
         """Read one token in every row; logits (rows, V)."""
+        check_step(tokens, self.rows, self.vocab_size)
         check_room(self.capacity, max(self.read_tokens) + 1)
-        check_ids(tokens, self.vocab_size)
         logits_BV = self._step(torch.tensor(tokens, device=self.device)[:, None])
         self.read_tokens = [position + 1 for position in self.read_tokens]
         self.known = [min(known, self.history) + 1 for known in self.known]
         return _numpy(logits_BV)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def state(self, row: int) -> State:
         """The state of a row, as a value that shares no memory with the engine."""
         cache = self.buffer.cache(row, self.read_tokens[row], self.history)
         return State(cache, self.carried_BRC[row : row + 1, -self.known[row] :].clone(), self.history)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def load(self, row: int, state: State | None) -> None:
         """Continue a row from a state of one row; none: from before the first token."""
         state = self._checked(state)
@@ -159,20 +165,20 @@ class StateEngine(_TorchEngine):
 
     def __init__(self, model: ContextReady, rows: int, capacity: int, history: int = 1, **reading: Any) -> None:
         super().__init__(model, rows, capacity, history, **reading)
-        with torch.inference_mode():
+        with torch.no_grad():
             self.states = [model.init_state(1, history) for _ in range(rows)]
 
     def position(self, row: int) -> int:
         """Tokens this row has read."""
         return self.states[row].position
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def step(self, tokens: Sequence[int]) -> Logits:
         """Read one token in every row; logits (rows, V)."""
+        check_step(tokens, self.rows, self.vocab_size)
+        check_room(self.capacity, max(state.position for state in self.states) + 1)
         logits = []
         for row, token in enumerate(tokens):
-            check_room(self.capacity, self.position(row) + 1)
-            check_ids([token], self.vocab_size)
             logits_11V, self.states[row] = self.model.stream(
                 torch.tensor([[token]], device=self.device), self.states[row]
             )
@@ -190,8 +196,14 @@ class StateEngine(_TorchEngine):
 
 def _captured(step: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """The step as one compiled graph; on CUDA recorded as well, so that a token is one launch."""
-    compiled = torch.compile(step, fullgraph=True, dynamic=False)
-    return compiled if not torch.cuda.is_available() else _Recorded(compiled)
+    compiled: Callable[[Tensor], Tensor] = torch.compile(step, fullgraph=True, dynamic=False)
+
+    def run(tokens_B1: Tensor) -> Tensor:
+        # Engines of one shape share a graph; of how many shapes there may be engines, PyTorch's usual 8 is no limit.
+        with torch._dynamo.config.patch(recompile_limit=SHAPES):
+            return compiled(tokens_B1)
+
+    return run if not torch.cuda.is_available() else _Recorded(run)
 
 
 class _Recorded:

@@ -25,8 +25,9 @@ Sees = Literal["held", "causal", "all"]
 class KVBuffer:
     """N slots of keys and values a row and layer, and the position that each slot holds."""
 
-    k_LBNHD: Tensor
-    v_LBNHD: Tensor
+    layers: tuple[KV, ...]
+    """Keys and values of each layer, (B, N, heads, head size), each a tensor of its own: a compiled step that wrote
+    into a part of a larger one would copy all of it."""
     held_BN: Tensor
     first_B1: Tensor
     """The first slot of each row when all rows' slots are counted through."""
@@ -42,10 +43,11 @@ class KVBuffer:
                 f"A buffer of {batch_size} rows and {slots} slots was asked for; give at least 1 of each."
             )
         # Zeros, not whatever memory held: 0 × NaN is NaN even where the weight of a masked slot is 0.
-        k_LBNHD, v_LBNHD = like.new_zeros(2, layers, batch_size, slots, heads, head_size).unbind(0)
+        shape = (batch_size, slots, heads, head_size)
+        kvs = tuple((like.new_zeros(shape), like.new_zeros(shape)) for _ in range(layers))
         held_BN = torch.full((batch_size, slots), NEVER, device=like.device, dtype=torch.int64)
         first_B1 = torch.arange(0, batch_size * slots, slots, device=like.device)[:, None]
-        return cls(k_LBNHD, v_LBNHD, held_BN, first_B1, window)
+        return cls(kvs, held_BN, first_B1, window)
 
     @property
     def batch_size(self) -> int:
@@ -60,7 +62,7 @@ class KVBuffer:
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values."""
-        return self.k_LBNHD.nbytes + self.v_LBNHD.nbytes
+        return sum(tensor.nbytes for kv in self.layers for tensor in kv)
 
     def clear(self, row: int) -> None:
         """Forget what a row holds."""
@@ -70,6 +72,13 @@ class KVBuffer:
         """Replace what a row holds by a cache of one row."""
         if cache.batch_size != 1:
             raise ContextReadyError(f"A state of {cache.batch_size} rows was given for one row; select one of them.")
+        L, (H, D) = len(self.layers), self.layers[0][0].shape[2:]
+        theirs = (len(cache.layers), cache.layers[0][0].shape[1], cache.layers[0][0].shape[3], cache.window)
+        if theirs != (L, H, D, self.window):
+            raise ContextReadyError(
+                "This state is of another model (layers, heads, head size, window: "
+                f"{theirs} instead of {(L, H, D, self.window)}); start one with init_state."
+            )
         count = min(cache.length, self.slots)
         if count < cache.needed:
             raise ContextReadyError(
@@ -81,9 +90,9 @@ class KVBuffer:
             return
         positions_S = torch.arange(cache.position - count, cache.position, device=self.held_BN.device)
         slots_S = positions_S % self.slots
-        for i, (k_BHSD, v_BHSD) in enumerate(cache.layers):
-            self.k_LBNHD[i, row].index_copy_(0, slots_S, k_BHSD[0, :, -count:].transpose(0, 1))
-            self.v_LBNHD[i, row].index_copy_(0, slots_S, v_BHSD[0, :, -count:].transpose(0, 1))
+        for kv, theirs_kv in zip(self.layers, cache.layers, strict=True):
+            for store_BNHD, new_BHSD in zip(kv, theirs_kv, strict=True):
+                store_BNHD[row].index_copy_(0, slots_S, new_BHSD[0, :, -count:].transpose(0, 1))
         self.held_BN[row, slots_S] = positions_S
 
     def cache(self, row: int, position: int, history: int) -> KVCache:
@@ -93,8 +102,8 @@ class KVBuffer:
         count = position if keep is None else int((self.held_BN[row] >= max(0, position - keep)).sum())
         slots_S = torch.arange(position - count, position, device=self.held_BN.device) % self.slots
         layers = tuple(
-            (k_NHD[slots_S].transpose(0, 1)[None], v_NHD[slots_S].transpose(0, 1)[None])
-            for k_NHD, v_NHD in zip(self.k_LBNHD[:, row], self.v_LBNHD[:, row], strict=True)
+            (k_BNHD[row, slots_S].transpose(0, 1)[None], v_BNHD[row, slots_S].transpose(0, 1)[None])
+            for k_BNHD, v_BNHD in self.layers
         )
         return KVCache(layers, position, self.window, keep)
 
@@ -132,8 +141,7 @@ class Places:
     def join(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> KV:
         """Put a layer's new keys and values in their places; return all visible ones."""
         joined = []
-        for store_LBNHD, new_BHTD in ((self.buffer.k_LBNHD, k_BHTD), (self.buffer.v_LBNHD, v_BHTD)):
-            store_BNHD = store_LBNHD[layer]
+        for store_BNHD, new_BHTD in zip(self.buffer.layers[layer], (k_BHTD, v_BHTD), strict=True):
             store_BNHD.flatten(0, 1).index_copy_(0, self.index, new_BHTD.transpose(1, 2).flatten(0, 1))
             joined.append(store_BNHD[:, : self.visible].transpose(1, 2))
         return joined[0], joined[1]

@@ -156,7 +156,7 @@ class KVCache:
         if (
             len({tensor.shape for kv in layers for tensor in kv}) != 1
             or not all(isinstance(limit, int) for limit in limits)
-            or not cache.needed <= cache.length <= min(cache.position, cache.keep or cache.position)
+            or not cache.needed <= cache.length <= min([cache.position, *limits[-1:]])
         ):
             raise ValueError("its keys and values do not fit together")
         return cache

@@ -12,7 +12,7 @@ WIDE = 32
 """Rows of the batched step that is timed against a single one."""
 ROUNDS = 5
 
-_known: "WeakKeyDictionary[ContextReady, float]" = WeakKeyDictionary()
+_known: "WeakKeyDictionary[ContextReady, dict[tuple[torch.device, torch.dtype, int], float]]" = WeakKeyDictionary()
 
 
 def free_rows(model: ContextReady) -> float:
@@ -20,11 +20,13 @@ def free_rows(model: ContextReady) -> float:
 
     A step of r rows then takes time in proportion to 1 + r / free_rows. At least 1.
     """
-    if model not in _known:
+    weight, known = next(model.backbone.parameters()), _known.setdefault(model, {})
+    where = (weight.device, weight.dtype, torch.get_num_threads())
+    if where not in known:
         single, wide = (_seconds(model, rows) for rows in (1, WIDE))
         per_row = max((wide - single) / (WIDE - 1), 1e-9)
-        _known[model] = max(1.0, single / per_row - 1.0)
-    return _known[model]
+        known[where] = max(1.0, single / per_row - 1.0)
+    return known[where]
 
 
 @torch.inference_mode()

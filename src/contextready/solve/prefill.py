@@ -8,7 +8,7 @@ sweep       one plain pass, then sweeps over segments (`solve/sweep.py`), until 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil, log2
+from math import ceil, inf, isnan, log2
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from contextready.model.context_ready import ContextReady
 from contextready.model.correction import Nothing
 from contextready.model.macs import attention_macs_of, block_macs
 from contextready.model.state import State
-from contextready.model.transformer import Transformer
+from contextready.model.transformer import Transformer, check_tokens
 from contextready.settings import nearest
 from contextready.solve.hardware import free_rows
 from contextready.solve.report import ReadInfo
@@ -48,7 +48,7 @@ class Prefill:
     info: ReadInfo
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def prefill(
     model: ContextReady,
     tokens_BT: Tensor,
@@ -70,6 +70,7 @@ def prefill(
         raise ContextReadyError(f"tolerance={tolerance} is not a distance; give 0 or more, for example 1e-3.")
     if chunk < 1 or (segment is not None and segment < 1):
         raise ContextReadyError(f"chunk={chunk} and segment={segment} count tokens; give at least 1.")
+    check_tokens(tokens_BT)
     state = model.init_state(tokens_BT.shape[0]) if state is None else state
     model.check_state(state, model.backbone.embed(tokens_BT[:, :1]))
     read = _Reader(model, solver, tolerance, segment)
@@ -105,13 +106,13 @@ class _Reader:
             return self._sequential(e_BTC, state, placed)
         if placed:
             return self._sweep(e_BTC, state)
-        solved = self._jacobi(tokens_BT, state, min(MOST_PASSES, T + 1))
+        tried = self._jacobi(tokens_BT, state, min(MOST_PASSES, T + 1))
         note = "this backbone has no fixed places for keys and values, so parallel passes were made"
-        if solved.info.exact or solved.info.certificate <= self.tolerance:
-            return replace(solved, info=replace(solved.info, note=note))
+        if tried.info.exact or tried.info.certificate <= self.tolerance:
+            return replace(tried, info=replace(tried.info, note=note))
         solved = self._sequential(e_BTC, state, placed)
         note += f"; {MOST_PASSES} were not enough, and the prompt was read one by one"
-        return replace(solved, info=replace(solved.info, note=note))
+        return replace(solved, info=replace(solved.info, note=note, passes=solved.info.passes + tried.info.passes))
 
     def _plain(self, e_BTC: Tensor, state: State) -> Prefill:
         result = self.model.recur(e_BTC, None, state.cache)
@@ -147,7 +148,9 @@ class _Reader:
         found = solve_by_sweeps(self.model, e_BTC, state, self.tolerance, segment, rows)
         note = ""
         if found.alone_from is not None:
-            note = f"{len(found.changes)} sweeps settled too slowly; from token {found.alone_from} on one by one"
+            note = (
+                f"after sweep {len(found.changes)} the rest seemed cheaper one by one, from token {found.alone_from} on"
+            )
         passes = 1.0 + sum(end - begin for begin, end in found.runs) / T
         macs, plain = self._macs(state, e_BTC, found.runs), self._macs(state, e_BTC, [])
         info = _info("sweep", e_BTC, passes, macs, plain, found.changes, found.exact, note)
@@ -173,7 +176,7 @@ class _Reader:
 
 def segment_length(tokens: int, rows: float) -> int:
     """L for so many tokens: steps as wide as pays on this hardware, segments not too short, powers of two."""
-    wide: int = 2 ** round(log2(2.0 * rows))
+    wide: int = max(FEWEST_SEGMENTS, 2 ** round(log2(2.0 * rows)))
     return max(SHORTEST_SEGMENT, ceil(tokens / wide))
 
 
@@ -192,7 +195,8 @@ def _info(
 
 def _joined(infos: list[ReadInfo], seconds: float) -> ReadInfo:
     """What the chunks of a prompt cost together; the certificate is the worst of theirs."""
-    worst = max(infos, key=lambda info: info.certificate)
+    # One that is not even a number is the worst of all.
+    worst = max(infos, key=lambda info: inf if isnan(info.certificate) else info.certificate)
     tokens = sum(info.tokens for info in infos)
     known = all(info.macs is not None and info.plain_macs is not None for info in infos)
     return ReadInfo(

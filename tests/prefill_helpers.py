@@ -1,0 +1,61 @@
+"""Models whose prompts settle, backbones that hide their inside, and what a state must be equal in."""
+
+import torch
+from helpers import gap, random_tokens, small_model
+
+from contextready import ContextReady
+from contextready.model.correction import Add
+from contextready.solve.sweep import largest_norm
+
+STEP = 4
+"""The segment of most tests."""
+
+
+def settling_model(kind="add", **changes):
+    """A model of any kind whose passes settle quickly: large embeddings, small branches."""
+    model = small_model(correction=kind, **changes)
+    with torch.no_grad():
+        model.backbone.embedding.weight.mul_(6.0)
+        for name, weight in model.named_parameters():
+            if name.endswith(("out.weight", "down.weight")):
+                weight.mul_(0.15)
+    return model
+
+
+class Wrapped:
+    """Some other backbone: a transformer whose inside no one knows."""
+
+    def __init__(self, inner):
+        for name in ("width", "embed", "blocks", "head", "init_cache", "parameters"):
+            setattr(self, name, getattr(inner, name))
+
+
+def wrapped(model):
+    hidden = ContextReady(Wrapped(model.backbone), Add(model.backbone))
+    hidden.correction = model.correction
+    return hidden.eval()
+
+
+def read(model, tokens, state=None):
+    """z of every token and the state after them, one by one."""
+    with torch.inference_mode():
+        return model.read(model.backbone.embed(tokens), state or model.init_state(len(tokens)))
+
+
+def assert_same_state(model, found, expected, tolerance):
+    """Keys, values, carried, history, position; and what is streamed from there, and from one token before."""
+    assert (found.position, found.history) == (expected.position, expected.history)
+    assert (found.cache.window, found.cache.keep) == (expected.cache.window, expected.cache.keep)
+    assert found.carried_BRC.shape == expected.carried_BRC.shape
+    scale = max(largest_norm(expected.carried_BRC), 1.0)
+    assert gap(found.carried_BRC, expected.carried_BRC) <= tolerance * scale
+    for kv, wanted in zip(found.cache.layers, expected.cache.layers, strict=True):
+        for a, b in zip(kv, wanted, strict=True):
+            assert a.shape == b.shape
+            assert a.numel() == 0 or gap(a, b) <= tolerance * scale
+    more = random_tokens(batch=found.batch_size, length=5, seed=6)
+    backs = [0, 1] if expected.history and expected.position else [0]
+    with torch.inference_mode():
+        for back in backs:
+            a, b = (model.stream(more, state.rollback(state.position - back))[0] for state in (found, expected))
+            assert gap(a, b) <= tolerance * scale
