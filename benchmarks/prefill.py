@@ -134,10 +134,10 @@ def cost_against_error(
 
 
 def greedy_continuations(
-    model: ContextReady, row: object, tokens: int, prompts: int, new: int, batch: int = 10
+    model: ContextReady, row: object, tokens: int, prompts: int, new: int, batch: int = 5
 ) -> dict[str, float]:
     """Of so many prompts, how many go on greedily as after reading them one by one, and what reading cost."""
-    same: dict[str, float] = {"prompts": prompts, "new": new, "tolerance": TOLERANCE, "identical": 0, "jacobi_same": 0}
+    same: dict[str, float] = {"prompts": prompts, "new": new, "tolerance": TOLERANCE, "identical": 0}
     costs, sweeps = [], []
     for first in range(0, prompts, batch):
         ids = [row.read((first + i) * tokens, tokens).astype(np.int64) for i in range(batch)]  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from contextready.train.recipes import resolve
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+GENERATION = (ROOT / "docs" / "generation.md").read_text()
 MATH = (ROOT / "docs" / "math.md").read_text()
 
 
@@ -59,6 +60,8 @@ def test_readme_training_commands_run_in_order(tmp_path, monkeypatch, capsys):
             less = [] if "--dry-run" in words else LESS.get(verb, [])
             assert main([verb, *words, *less]) == 0, capsys.readouterr().err
             assert capsys.readouterr().out
+    (guide,) = re.findall(r"```python\n(.*?)```", GENERATION, flags=re.DOTALL)
+    exec(compile(guide, "generation.md", "exec"), {})
     assert (tmp_path / "curves.svg").is_file()
     assert (tmp_path / "runs" / "demo" / "curves.png").is_file()
 

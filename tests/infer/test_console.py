@@ -250,3 +250,14 @@ def test_bench_measures_every_engine_and_solver(trained, crt, tmp_path):
     assert code == 0
     assert "of bandwidth" in table.replace("\n", " ")
     assert "Reading a prompt" in table
+
+
+@needs_ggml
+def test_bench_measures_exported_files(trained, crt, tmp_path):
+    file = tmp_path / "model.gguf"
+    crt("export", trained, file, "--type", "f32", "--tokens", 0)
+    code, out, _ = crt("bench", file, "--contexts", 8, "--rounds", 1, "--tokens", 2, "--threads", 1, "--json")
+    assert code == 0
+    (only,) = json.loads(out)["decode"]
+    assert (only["label"], only["engine"], only["precision"]) == (str(file), "ggml", "f32")
+    assert only["bytes_per_token"] == 4 * (20 * 16**2 + 300 * 16) + 4 * (2 * 16 * 8 + 2 * 16)

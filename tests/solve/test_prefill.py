@@ -73,7 +73,10 @@ def test_short_prompts_and_segments_that_do_not_divide_them(window, length, solv
 
 def test_by_itself_a_prompt_of_four_shortest_segments_is_swept():
     model = settling_model()
-    for length, solver in ((FEWEST_SEGMENTS * SHORTEST_SEGMENT - 1, "sequential"), (64, "sweep")):
+    for length, solver in (
+        (FEWEST_SEGMENTS * SHORTEST_SEGMENT - 1, "sequential"),
+        (FEWEST_SEGMENTS * SHORTEST_SEGMENT, "sweep"),
+    ):
         assert prefill(model, random_tokens(length=length)).info.solver == solver
 
 

@@ -7,7 +7,8 @@ import torch
 from helpers import contractive_model, gap, random_tokens, small_model
 from prefill_helpers import STEP, assert_same_state, read, settling_model
 
-from contextready.solve.prefill import FEWEST_SEGMENTS, SHORTEST_SEGMENT, prefill, segment_length
+from contextready.solve.prefill import FEWEST_SEGMENTS, SHORTEST_SEGMENT, WIDTH, prefill, segment_length
+from contextready.solve.report import estimated_error
 from contextready.solve.sweep import Chunk, as_many_as_alone, largest_norm, solve_by_sweeps, sweeps_left
 
 
@@ -70,11 +71,11 @@ def test_a_contracting_model_stops_at_the_first_sweep_within_the_tolerance():
         e = model.backbone.embed(tokens)
         for tolerance in (1e-2, 1e-5):
             found = solve_by_sweeps(model, e, model.init_state(2), tolerance, 8, 8.0)
-            assert found.changes[-1] <= tolerance < found.changes[-2]
+            assert estimated_error(found.changes) <= tolerance < estimated_error(found.changes[:-1])
             assert not found.exact
             assert largest_norm(found.z_BTC - z) <= tolerance * largest_norm(z)
             info = prefill(model, tokens, segment=8, tolerance=tolerance).info
-            assert info.certificate == found.changes[-1]
+            assert info.certificate == estimated_error(found.changes)
             assert info.passes < 8
             assert info.note == ""
 
@@ -106,13 +107,13 @@ def test_segments_get_longer_with_the_prompt_and_shorter_with_wider_hardware():
         segments = [segment_length(T, rows) for T in lengths]
         assert segments == sorted(segments)
         assert min(segments) >= SHORTEST_SEGMENT
-        # Steps are at most twice as wide as is free, to the nearest power of two, and never narrower than pays.
-        widest = max(FEWEST_SEGMENTS, 2 * rows * 2**0.5)
+        # Steps are WIDTH times as wide as is free, to the nearest power of two, and never narrower than pays.
+        widest = max(FEWEST_SEGMENTS, WIDTH * rows * 2**0.5)
         assert all(ceil(T / L) <= widest for T, L in zip(lengths, segments, strict=True))
     for T in lengths:
         segments = [segment_length(T, rows) for rows in widths]
         assert segments == sorted(segments, reverse=True)
-    assert (segment_length(4096, 8.0), segment_length(4097, 8.0), segment_length(4096, 1e6)) == (256, 257, 16)
+    assert (segment_length(4096, 8.0), segment_length(4097, 8.0), segment_length(4096, 1e6)) == (64, 65, 8)
 
 
 def test_a_prompt_is_never_swept_in_fewer_segments_than_pay():
@@ -140,3 +141,13 @@ def test_as_many_sweeps_as_take_the_time_of_reading_alone():
         # A sweep of L steps, s wide, against s · L steps of one: L drops out.
         assert found[9] * (1 + 10 / rows) == pytest.approx(10 * (1 + 1 / rows))
     assert as_many_as_alone(12, inf) == 12
+
+
+def test_the_error_is_estimated_from_the_last_two_changes():
+    assert estimated_error([]) == inf
+    assert estimated_error([0.4]) == 0.4
+    assert estimated_error([0.4, 0.1]) == pytest.approx(0.1 * 0.25 / 0.75)
+    assert estimated_error([0.4, 0.3]) == 0.3  # 0.75 / 0.25 would say more than the change itself
+    assert estimated_error([0.4, 0.5]) == 0.5
+    assert estimated_error([0.0, 0.0]) == 0.0
+    assert isnan(estimated_error([0.4, nan]))

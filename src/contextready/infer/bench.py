@@ -143,14 +143,20 @@ def bandwidth_probe() -> Callable[[], float]:
 def our_contestants(
     label: str,
     account: Account,
-    model: Transformer | ContextReady,
+    model: Transformer | ContextReady | Path,
     engines: Sequence[str],
     precisions: Sequence[str],
     capacity: int,
     threads: int,
     scratch: Path,
 ) -> list[Contestant]:
-    """One model in each engine; quantised precisions in ggml only, whose files are written to `scratch`."""
+    """One model in each engine; quantised precisions in ggml only, whose files are written to `scratch`.
+
+    An exported file runs in ggml, as it is.
+    """
+    if isinstance(model, Path):
+        exported = GgmlEngine(model, capacity=capacity, threads=threads)
+        return [Ours(label, account, exported, exported.exported.kind, exported.close)]
     found: list[Contestant] = []
     for kind in engines:
         if kind != "ggml":

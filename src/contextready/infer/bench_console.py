@@ -14,12 +14,14 @@ from contextready.extras import require
 from contextready.files import to_json
 from contextready.infer.bench import BITS, Contestant, Timing, our_contestants, peer_contestants, race
 from contextready.infer.engine import ENGINES
+from contextready.infer.gguf_file import read_gguf
+from contextready.infer.opened import EXPORTED
 from contextready.info import entries
 from contextready.model.accounting import Account, account
-from contextready.model.build import build_model
+from contextready.model.build import ModelConfig, build_model
 from contextready.model.context_ready import ContextReady
 from contextready.model.transformer import Transformer
-from contextready.settings import nearest
+from contextready.settings import build_settings, nearest
 from contextready.solve.prefill import SOLVERS, prefill
 from contextready.train.checkpoint import open_checkpoint
 
@@ -52,7 +54,8 @@ class Model(NamedTuple):
 
     label: str
     account: Account
-    model: Transformer | ContextReady
+    model: Transformer | ContextReady | Path
+    """The model, or the file it was exported to."""
     text: torch.Tensor | None
     """Ids of real text to read, where the model was trained on some that is still there."""
 
@@ -93,10 +96,15 @@ def run_bench(bench: Bench, as_json: bool = False, plot: Path | None = None) -> 
 
 
 def open_models(words: Sequence[str]) -> list[Model]:
-    """Runs and checkpoints on disk, models of the paper by name, or a configuration `key=value`; the latter random."""
+    """Runs, checkpoints and exported files; models of the paper by name, or `key=value`, with random weights."""
     paths = [word for word in words if Path(word).is_dir()]
-    named = [word for word in words if word not in paths]
+    files = [word for word in words if Path(word).suffix == EXPORTED]
+    named = [word for word in words if word not in (*paths, *files)]
     found = []
+    for file in files:
+        fields = asdict(read_gguf(file).config)
+        config = build_settings(ModelConfig, {key: fields[key] for key in fields if key != "correction_bias"})
+        found.append(Model(file, account(config), Path(file), None))
     for path in paths:
         checkpoint = open_checkpoint(Path(path))
         found.append(
@@ -110,7 +118,7 @@ def open_models(words: Sequence[str]) -> list[Model]:
 
 def measure_prefill(one: Model, lengths: Sequence[int]) -> list[dict[str, Any]]:
     """Every solver on prompts of these lengths: time, arithmetic, certificate."""
-    if isinstance(one.model, Transformer):
+    if not isinstance(one.model, ContextReady):
         return []
     found = []
     for length in lengths:
@@ -129,11 +137,10 @@ def measure_prefill(one: Model, lengths: Sequence[int]) -> list[dict[str, Any]]:
 
 def memory_record(one: Model, context: int) -> dict[str, Any]:
     """Weights and state of a model, in bytes."""
-    weights = sum(weight.nbytes for weight in one.model.parameters())
     return {
         "label": one.label,
         "context": context,
-        "weights": weights,
+        "parameters": one.account.parameters,
         "state": one.account.state_bytes(context),
         "kv_bytes_per_token": one.account.kv_bytes_per_token(),
     }
@@ -209,7 +216,7 @@ def print_prefill(console: Any, read: Sequence[dict[str, Any]]) -> None:
     table = Table(title="Reading a prompt", title_justify="left", box=box.SIMPLE)
     for name in ("model", "solver"):
         table.add_column(name)
-    for name in ("tokens", "ms", "tokens/s", "plain passes", "last change", "note"):
+    for name in ("tokens", "ms", "tokens/s", "plain passes", "error about", "note"):
         table.add_column(name, justify="right")
     for one in read:
         table.add_row(

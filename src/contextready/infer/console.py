@@ -152,7 +152,7 @@ def _record(completion: Completion, texts: list[str]) -> dict[str, Any]:
 def _print_stats(done: list[Completion], seconds: float) -> None:
     for completion in done:
         read = completion.read
-        exact = "exact" if read.exact else f"last change {read.certificate:.1e}"
+        exact = "exact" if read.exact else f"error about {read.certificate:.0e}"
         cost = "" if read.cost is None else f", {read.cost:.2f} plain passes of arithmetic"
         note = f" ({read.note})" if read.note else ""
         print(

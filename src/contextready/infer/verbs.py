@@ -95,7 +95,7 @@ def add_bench(verbs: Verbs) -> None:
         "  crt bench owt-d1-c2048 owt-n6-c1088 --engines ggml --precisions f32,q8_0 --peers\n"
         "  crt bench vocab_size=4096 width=256 layers=1 heads=4 correction=add --contexts 100,1000 --plot bench.png",
     )
-    bench.add_argument("what", nargs="*", help="runs, models of the paper by name, or settings key=value")
+    bench.add_argument("what", nargs="*", help="runs, .gguf files, models of the paper by name, or settings key=value")
     bench.add_argument("--engines", default="eager,ggml", help="of eager, compiled, ggml (default: eager,ggml)")
     bench.add_argument("--precisions", default="f32,q8_0", help="of f32, f16, q8_0, q4_0, for ggml (default: f32,q8_0)")
     bench.add_argument("--contexts", default="256", help="tokens already read (default: 256)")

@@ -19,6 +19,7 @@ OLDEST = 2**61
 """How far back full attention sees: further than any position, not as far as NEVER."""
 
 Sees = Literal["held", "causal", "all"]
+Spans = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,14 +108,15 @@ class KVBuffer:
         )
         return KVCache(layers, position, self.window, keep)
 
-    def at(self, positions_BT: Tensor, sees: Sees = "held", visible: int | None = None) -> "Places":
+    def at(self, positions_BT: Tensor, sees: Sees = "held", visible: int | None = None, spans: Spans = ()) -> "Places":
         """Places for T tokens a row at these positions.
 
         `sees` says how attention is masked: by the positions the slots hold; `causal` for a whole sequence from
-        position 0; `all` for one token that may see every visible slot. `visible` limits it to the first slots.
+        position 0; `all` for one token that may see every visible slot. `visible` limits it to the first slots, and
+        `spans` limits some tokens to fewer: from, to, and as many slots.
         """
         index = (positions_BT % self.slots + self.first_B1).flatten()
-        return Places(self, positions_BT, index, sees, self.slots if visible is None else visible)
+        return Places(self, positions_BT, index, sees, self.slots if visible is None else visible, spans)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +129,7 @@ class Places:
     """The slots of all tokens, when all rows' slots are counted through."""
     sees: Sees
     visible: int
+    spans: Spans
 
     def mark(self) -> None:
         """Say which positions the slots hold from now on."""

@@ -31,6 +31,8 @@ class AttentionPlan(NamedTuple):
     causal: bool
     visible: int
     """S: of all keys, the newest that any query of this call may see."""
+    spans: tuple[tuple[int, int, int], ...] = ()
+    """Queries from, to, and the first keys that these may see: attention in parts, to leave out what is masked."""
 
 
 def attention_plan(config: TransformerConfig, x_BTC: Tensor, position: int, past: int) -> AttentionPlan:
@@ -59,7 +61,7 @@ def placed_plan(config: TransformerConfig, x_BTC: Tensor, places: Places) -> Att
     cos_BTD, sin_BTD = turns(config, places.positions_BT, x_BTC.dtype)
     causal = places.sees == "causal" and (config.window is None or config.window >= x_BTC.shape[1])
     mask_B1TN = None if causal or places.sees == "all" else places.mask_B1TN()
-    return AttentionPlan(cos_BTD, sin_BTD, mask_B1TN, causal, places.visible)
+    return AttentionPlan(cos_BTD, sin_BTD, mask_B1TN, causal, places.visible, places.spans)
 
 
 def turns(config: TransformerConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -96,13 +98,25 @@ class Attention(nn.Module):
         v_BHSD = qkv[:, :, 2].transpose(1, 2)
         if join is not None:
             k_BHSD, v_BHSD = join(k_BHSD, v_BHSD)
-        y_BHTD = F.scaled_dot_product_attention(
-            q_BHTD,
-            k_BHSD[:, :, -plan.visible :],
-            v_BHSD[:, :, -plan.visible :],
-            attn_mask=plan.mask_TS,
-            is_causal=plan.causal,
-        )
+        if plan.spans and plan.mask_TS is not None:
+            parts = [
+                F.scaled_dot_product_attention(
+                    q_BHTD[:, :, first:end],
+                    k_BHSD[:, :, :seen],
+                    v_BHSD[:, :, :seen],
+                    attn_mask=plan.mask_TS[..., first:end, :seen],
+                )
+                for first, end, seen in plan.spans
+            ]
+            y_BHTD = torch.cat(parts, dim=2)
+        else:
+            y_BHTD = F.scaled_dot_product_attention(
+                q_BHTD,
+                k_BHSD[:, :, -plan.visible :],
+                v_BHSD[:, :, -plan.visible :],
+                attn_mask=plan.mask_TS,
+                is_causal=plan.causal,
+            )
         return self.out(y_BHTD.transpose(1, 2).reshape(B, T, C)), (k_BHSD, v_BHSD)
 
 

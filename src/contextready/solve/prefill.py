@@ -26,12 +26,15 @@ from contextready.solve.sweep import Chunk, solve_by_sweeps
 from contextready.solve.unroll import unroll
 
 SOLVERS = ("sweep", "jacobi", "sequential")
-TOLERANCE = 1e-3
-"""How little a sweep or pass may change z, relative to the largest ‖z‖: greedy continuations are then the stream's."""
+TOLERANCE = 0.03
+"""The error of z that may be left, by the last changes, relative to the largest ‖z‖; the true one is far smaller, and
+greedy continuations were the stream's (docs/log.md)."""
 CHUNK = 4096
 """Tokens solved at once; the memory of a longer prompt's solution does not grow with it."""
-SHORTEST_SEGMENT = 16
+SHORTEST_SEGMENT = 8
 """Shorter segments would need more sweeps than their wider steps save."""
+WIDTH = 8.0
+"""How wide a step is, in units of the rows that come free: a ninth of its time then goes to what it costs anyway."""
 FEWEST_SEGMENTS = 4
 """A plain pass and the usual three sweeps over fewer segments cost more than reading their tokens one by one."""
 MOST_PASSES = 32
@@ -61,13 +64,14 @@ def prefill(
 ) -> Prefill:
     """Read the next tokens after `state`, or from the start.
 
-    `tolerance` bounds the last change of z, relative to the largest ‖z‖, for jacobi and sweep; `segment` fixes their
-    length L, else it is chosen for this hardware. Prompts longer than `chunk` tokens are solved chunk by chunk.
+    `tolerance` bounds what jacobi's last pass changes, and the error that sweep's last two changes let expect, relative
+    to the largest ‖z‖; `segment` fixes the length L, else it is chosen for this hardware. Prompts longer than `chunk`
+    tokens are solved chunk by chunk.
     """
     if solver not in SOLVERS:
         raise ContextReadyError(f"Unknown solver '{solver}'; {nearest(solver, SOLVERS)}")
     if not tolerance >= 0.0:
-        raise ContextReadyError(f"tolerance={tolerance} is not a distance; give 0 or more, for example 1e-3.")
+        raise ContextReadyError(f"tolerance={tolerance} is not a distance; give 0 or more, for example 0.01.")
     if chunk < 1 or (segment is not None and segment < 1):
         raise ContextReadyError(f"chunk={chunk} and segment={segment} count tokens; give at least 1.")
     check_tokens(tokens_BT)
@@ -176,7 +180,7 @@ class _Reader:
 
 def segment_length(tokens: int, rows: float) -> int:
     """L for so many tokens: steps as wide as pays on this hardware, segments not too short, powers of two."""
-    wide: int = max(FEWEST_SEGMENTS, 2 ** round(log2(2.0 * rows)))
+    wide: int = max(FEWEST_SEGMENTS, 2 ** round(log2(WIDTH * rows)))
     return max(SHORTEST_SEGMENT, ceil(tokens / wide))
 
 

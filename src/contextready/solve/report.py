@@ -1,6 +1,19 @@
 """How a prompt was read. Needs nothing but Python, so that exported models report alike."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
+
+
+def estimated_error(changes: Sequence[float]) -> float:
+    """The error after the last of these changes: no more than that change, or L / (1 - L) of it at their rate L.
+
+    The paper's a-posteriori bound, with the ratio of the last two changes for L: an estimate, not a proof.
+    """
+    if not changes:
+        return inf
+    rate = changes[-1] / changes[-2] if len(changes) > 1 and changes[-2] else 1.0
+    return changes[-1] * min(1.0, rate / (1.0 - rate)) if rate < 1.0 else changes[-1]
 
 
 @dataclass(frozen=True)
@@ -26,8 +39,8 @@ class ReadInfo:
 
     @property
     def certificate(self) -> float:
-        """The last change, relative to the largest ‖z‖: 0 where exact."""
-        return 0.0 if self.exact else self.changes[-1] if self.changes else float("inf")
+        """What is left of the error, as the changes tell it, relative to the largest ‖z‖: 0 where exact."""
+        return 0.0 if self.exact else estimated_error(self.changes)
 
     @property
     def cost(self) -> float | None:

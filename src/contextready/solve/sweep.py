@@ -7,6 +7,7 @@ one sweep old. So after m sweeps the first m segments are exact whatever the con
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil, inf, isfinite, log
 
 import torch
@@ -16,7 +17,10 @@ from contextready.model.buffer import KVBuffer, Places
 from contextready.model.cache import KVCache
 from contextready.model.context_ready import ContextReady, Pass
 from contextready.model.state import State
+from contextready.solve.report import estimated_error
 
+PARTS = 8
+"""In how many parts a wide step attends."""
 HOPEFUL = 0.7
 """The first change is from the plain pass, so the rate of the second says little: below this, a third sweep is made."""
 
@@ -85,10 +89,16 @@ class Chunk:
 
     def _places(self, first: int, stride: int) -> Places:
         positions_BS = self.positions_BT[:, first::stride]
-        last = first + (positions_BS.shape[1] - 1) * stride
-        visible = self.state.position + last + 1 if self.from_zero else None
-        alone = positions_BS.shape[1] == 1 and self.from_zero and self.buffer.window is None
-        return self.buffer.at(positions_BS, "all" if alone else "held", visible)
+        S, before = positions_BS.shape[1], self.state.position
+        if not self.from_zero:
+            return self.buffer.at(positions_BS)
+        ends = [before + first + (last - 1) * stride + 1 for last in range(S + 1)]
+        if S == 1 and self.buffer.window is None:
+            return self.buffer.at(positions_BS, "all", ends[-1])
+        # Early segments see few keys, so attention in parts leaves out nearly half of what a mask would throw away.
+        cuts = sorted({S * part // PARTS for part in range(PARTS + 1)})
+        spans = tuple((low, high, ends[high]) for low, high in pairwise(cuts))
+        return self.buffer.at(positions_BS, "held", ends[-1], spans)
 
     def _take(self, chosen: slice, result: Pass) -> None:
         self.z_BTC[:, chosen] = result.z_BTC
@@ -98,7 +108,7 @@ class Chunk:
 def solve_by_sweeps(
     model: ContextReady, e_BTC: Tensor, state: State, tolerance: float, segment: int, free_rows: float
 ) -> Solution:
-    """Sweep until a sweep changes z by no more than the tolerance, or until reading the rest one by one is cheaper.
+    """Sweep until the error left is within the tolerance, or until reading the rest one by one is cheaper.
 
     `free_rows` is the hardware's part in that choice: a step of r tokens takes time in proportion to 1 + r / free_rows.
     """
@@ -112,7 +122,7 @@ def solve_by_sweeps(
         runs.append(((swept - 1) * segment, T))
         if swept == segments and isfinite(changes[-1]):
             return Solution(chunk.z_BTC, chunk.solved(), tuple(changes), tuple(runs), True, None)
-        if changes[-1] <= tolerance:
+        if estimated_error(changes) <= tolerance:
             return Solution(chunk.z_BTC, chunk.solved(), tuple(changes), tuple(runs), False, None)
         if sweeps_left(changes, tolerance, segments - swept) > as_many_as_alone(segments - swept, free_rows):
             break
