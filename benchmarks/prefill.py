@@ -8,8 +8,8 @@ The last line is one JSON line.
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=200, help="prompts whose greedy continuations are compared")
     parser.add_argument("--new", type=int, default=20, help="tokens of each continuation")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only-curves", action="store_true", help="cost against error alone")
     parser.add_argument("--lengths", default="128,256,512,1024,2048,4096")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--plot", type=Path)
@@ -53,13 +54,16 @@ def main() -> None:
         f"{options.run}: a step of r tokens takes 1 + r / {rows:.1f}; {options.tokens} tokens in segments of {segment}"
     )
 
-    curves = cost_against_error(model, tokens_1T, segment, options.rounds)
+    curves = cost_against_error(model, tokens_1T, sorted({segment, 2 * segment, segment // 2}), options.rounds)
     for name, points in curves.items():
         for point in points:
             print(
-                f"{name:10s} {point['number']:4.0f}  {1e3 * point['seconds']:8.1f} ms  {point['cost']:6.2f} passes  "
-                f"error {point['error']:.1e} (mean {point['mean_error']:.1e})  last change {point['change']:.1e}"
+                f"{name:12s} {point['number']:4.0f}  {1e3 * point['seconds']:8.1f} ms  {point['cost']:6.2f} passes  "
+                f"error {point['error']:.1e} (mean {point['mean_error']:.1e})"
             )
+    if options.only_curves:
+        print(json.dumps({"benchmark": "prefill", "curves": curves}))
+        return
     same = greedy_continuations(model, row, options.tokens, options.prompts, options.new)
     print(json.dumps(same))
     lengths = [int(length) for length in options.lengths.split(",")]
@@ -72,64 +76,42 @@ def main() -> None:
 
 
 def cost_against_error(
-    model: ContextReady, tokens_1T: torch.Tensor, segment: int, rounds: int
+    model: ContextReady, tokens_1T: torch.Tensor, segments: list[int], rounds: int
 ) -> dict[str, list[Point]]:
-    """Error of z after each pass and each sweep, against streaming in float64, with arithmetic and time."""
+    """Error of z after each pass and each sweep, against streaming in float64, with arithmetic and time, in turns."""
     T, start = tokens_1T.shape[1], model.init_state(1)
     exact_1TC = _streamed(model.double(), tokens_1T)
     model.float()
     e_1TC = model.backbone.embed(tokens_1T)
     info = prefill(model, tokens_1T, solver="sequential").info
     plain, corrected = info.plain_macs, info.macs
+    assert plain is not None
+    assert corrected is not None
 
-    def jacobi(passes: int) -> Callable[[], torch.Tensor]:
-        return lambda: unroll(model, tokens_1T, passes, state=start)[0]
-
-    def sweeps(count: int) -> Callable[[], torch.Tensor]:
-        def run() -> torch.Tensor:
-            chunk = Chunk(model, e_1TC, start)
-            chunk.plain_pass()
-            for swept in range(count):
-                chunk.sweep(swept, segment)
-            return chunk.z_BTC
-
-        return run
-
-    def alone() -> torch.Tensor:
+    def sweeps(count: int, segment: int) -> torch.Tensor:
         chunk = Chunk(model, e_1TC, start)
-        chunk.read_from(0)
+        chunk.plain_pass()
+        for swept in range(count):
+            chunk.sweep(swept, segment)
         return chunk.z_BTC
 
-    numbers = {"jacobi": range(2, 15), "sweep": range(1, 6), "sequential": [1]}
-    makers = {"jacobi": jacobi, "sweep": sweeps, "sequential": lambda _: alone}
+    contestants: list[tuple[str, int, float, Callable[[], torch.Tensor]]] = []
+    for passes in range(2, 15):
+        run = partial(unroll, model, tokens_1T, passes, state=start)
+        contestants.append(("jacobi", passes, plain + (passes - 1) * corrected, lambda run=run: run()[0]))
+    for segment in segments:
+        for count in range(1, 6):
+            # Each sweep leaves out the segments that those before it made exact.
+            macs = plain + sum(corrected * (1 - swept * segment / T) for swept in range(count))
+            contestants.append((f"sweep L={segment}", count, macs, partial(sweeps, count, segment)))
+    contestants.append(("sequential", 1, corrected, partial(_streamed, model, tokens_1T)))
+
     found: dict[str, list[Point]] = {}
-    for name, counts in numbers.items():
-        calls = [makers[name](count) for count in counts]
-        seconds = interleaved_medians(calls, rounds, warmups=1)
-        before_1TC = None
-        for count, call, taken in zip(counts, calls, seconds, strict=True):
-            z_1TC = call()
-            errors_T = (z_1TC - exact_1TC).norm(dim=-1)[0] / exact_1TC.norm(dim=-1).max()
-            change = (
-                0.0 if before_1TC is None else float((z_1TC - before_1TC).norm(dim=-1).max() / z_1TC.norm(dim=-1).max())
-            )
-            before_1TC = z_1TC
-            # Each sweep leaves out the segments that those before it made exact; they are few and cost little here.
-            macs = {
-                "jacobi": plain + (count - 1) * corrected,
-                "sweep": plain + sum(corrected * (1 - swept * segment / T) for swept in range(count)),
-                "sequential": corrected,
-            }[name]
-            found.setdefault(name, []).append(
-                {
-                    "number": count,
-                    "seconds": taken,
-                    "cost": macs / plain,
-                    "error": float(errors_T.max()),
-                    "mean_error": float(errors_T.mean()),
-                    "change": change,
-                }
-            )
+    seconds = interleaved_medians([call for *_, call in contestants], rounds, warmups=1)
+    for (name, count, macs, call), taken in zip(contestants, seconds, strict=True):
+        errors_T = (call() - exact_1TC).norm(dim=-1)[0] / exact_1TC.norm(dim=-1).max()
+        point = {"number": count, "seconds": taken, "cost": macs / plain, "error": float(errors_T.max())}
+        found.setdefault(name, []).append(point | {"mean_error": float(errors_T.mean())})
     return found
 
 
@@ -182,6 +164,9 @@ def draw(curves: dict[str, list[Point]], longer: list[dict[str, float | str]], o
     cost.set(xlabel="arithmetic, in plain passes", ylabel="largest relative error of z", yscale="log")
     clock.set(xlabel="ms", yscale="log")
     length.set(xlabel="tokens in the prompt", ylabel="ms", xscale="log", yscale="log")
+    lengths = sorted({int(one["tokens"]) for one in longer})
+    length.set_xticks(lengths, [f"{number:,}" for number in lengths])
+    length.minorticks_off()
     for axes in (cost, clock, length):
         axes.grid(alpha=0.25)
         axes.legend(frameon=False)
@@ -204,5 +189,4 @@ def _greedy(model: ContextReady, read: object, new: int) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    start = time.perf_counter()
     main()
