@@ -233,7 +233,7 @@ def print_prefill(console: Any, read: Sequence[dict[str, Any]]) -> None:
 
 
 def draw(timings: Sequence[Timing], read: Sequence[dict[str, Any]], bandwidth: float, out: Path) -> None:
-    """Draw time a token against context, and prompts against length, into a PNG, SVG or PDF."""
+    """Draw time a token, against context if there are several, and prompts against length, into a PNG, SVG or PDF."""
     if out.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ContextReadyError(f"{out} has no ending that says how to draw; give a name ending in .png, .svg or .pdf.")
     matplotlib = require("matplotlib", "plot")
@@ -241,16 +241,19 @@ def draw(timings: Sequence[Timing], read: Sequence[dict[str, Any]], bandwidth: f
     pyplot: Any = require("matplotlib.pyplot", "plot")
     figure, panels = pyplot.subplots(1, 2 if read else 1, figsize=(12 if read else 7.5, 4.8), squeeze=False)
     axes = panels[0][0]
-    for label, engine, precision in dict.fromkeys((t.label, t.engine, t.precision) for t in timings):
-        mine = [t for t in timings if (t.label, t.engine, t.precision) == (label, engine, precision)]
-        axes.plot(
-            [t.context for t in mine],
-            [1e3 * t.seconds for t in mine],
-            marker="o",
-            label=f"{label} {engine} {precision}",
-        )
-    axes.set(xlabel="tokens in the context", ylabel="ms per token")
-    _ticks(axes, sorted({t.context for t in timings}))
+    contexts = sorted({t.context for t in timings})
+    names = list(dict.fromkeys((t.label, t.engine, t.precision) for t in timings))
+    if len(contexts) == 1:
+        # Against one context there is nothing to draw a line along.
+        axes.barh([" ".join(name) for name in names], [1e3 * t.seconds for t in timings])
+        axes.invert_yaxis()
+        axes.set(xlabel=f"ms per token after {contexts[0]:,}")
+    else:
+        for name in names:
+            mine = [t for t in timings if (t.label, t.engine, t.precision) == name]
+            axes.plot([t.context for t in mine], [1e3 * t.seconds for t in mine], marker="o", label=" ".join(name))
+        axes.set(xlabel="tokens in the context", ylabel="ms per token")
+        _ticks(axes, contexts)
     axes.set_title(f"Decoding; memory reads {bandwidth / 1e9:.0f} GB/s", fontsize=10)
     if read:
         for label, solver in dict.fromkeys((one["label"], one["asked"]) for one in read):
@@ -266,7 +269,8 @@ def draw(timings: Sequence[Timing], read: Sequence[dict[str, Any]], bandwidth: f
         panels[0][1].set_title("Reading a prompt", fontsize=10)
     for panel in panels[0]:
         panel.grid(alpha=0.25)
-        panel.legend(frameon=False, fontsize=7)
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend(frameon=False, fontsize=7)
     figure.tight_layout()
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=150)
