@@ -43,7 +43,9 @@ def add_generate(verbs: Verbs) -> None:
     generate.add_argument(
         "--logprobs", type=int, metavar="N", help="with --json: log-probabilities, and the N likeliest"
     )
-    generate.add_argument("--context", type=int, help="tokens a row has room for (default: as needed; no limit with a window)")
+    generate.add_argument(
+        "--context", type=int, help="room for so many tokens (default: as needed; none with a window)"
+    )
     generate.add_argument("--engine", help="eager, compiled, or ggml for exported files (default: eager)")
     generate.add_argument("--solver", help="how prompts are read: sweep, jacobi or sequential (default: sweep)")
     generate.add_argument("--tolerance", type=float, help="how exactly sweep and jacobi solve (default: see README)")
