@@ -175,7 +175,7 @@ class LlamaCppPeer(Peer):
 
     The prompt is read by `Llama.eval`; the timed steps call `llama_decode` itself, which spares Python work a token,
     and take the largest logit. The KV cache is llama.cpp's default, F16, except that an f32 model has an F32 one: then
-    nothing in it is rounded. Flash attention stays off, the default of llama-cpp-python: timed on a CPU, on was slower.
+    nothing in it is rounded. Flash attention is off, as by default; with one thread, on was slower.
     Weights are loaded, not mapped, so that the file can go once they are.
     """
 

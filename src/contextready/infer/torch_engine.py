@@ -1,5 +1,6 @@
 """Engines on PyTorch: `eager` and `compiled` step in static buffers, `StateEngine` serves any other backbone."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ def torch_engine(
     return StateEngine(ready, rows, capacity, **settings)
 
 
-class _TorchEngine:
+class _TorchEngine(ABC):
     """What both have in common: reading prompts with a solver, and one state in and out of each row."""
 
     name = "eager"
@@ -71,17 +72,17 @@ class _TorchEngine:
         self.load(row, result.state)
         return _numpy(self.model.backbone.head(result.z_B1C)[0, 0]), result.info
 
+    @abstractmethod
     def position(self, row: int) -> int:
         """Tokens this row has read."""
-        raise NotImplementedError
 
+    @abstractmethod
     def state(self, row: int) -> State:
         """The state of a row, as a value that shares no memory with the engine."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load(self, row: int, state: State | None) -> None:
         """Continue a row from a state of one row; none: from before the first token."""
-        raise NotImplementedError
 
     def _checked(self, state: State | None) -> State:
         if state is None:
