@@ -154,7 +154,7 @@ class KVCache:
         cache = cls(layers, int(meta["position"]), meta["window"], meta["keep"])
         limits = [limit for limit in (cache.window, cache.keep) if limit is not None]
         if (
-            len({tensor.shape for kv in layers for tensor in kv}) != 1
+            len({(tensor.shape[0], tensor.shape[2]) for kv in layers for tensor in kv}) != 1
             or not all(isinstance(limit, int) for limit in limits)
             or not cache.needed <= cache.length <= min([cache.position, *limits[-1:]])
         ):

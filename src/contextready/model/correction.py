@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from contextready.errors import ContextReadyError
-from contextready.model.transformer import FFN, Transformer, init_weights
+from contextready.model.transformer import FFN, init_weights
 from contextready.settings import nearest
 
 if TYPE_CHECKING:
@@ -82,6 +82,15 @@ class Concat(Correction):
         return out
 
 
+class Memoryless(Add):
+    """corr_ffn(LN(e_t)): an equally large network that sees no past, the control of a conversion."""
+
+    def forward(self, carried_BTC: Tensor, e_BTC: Tensor) -> Tensor:
+        """correction_t from e_t alone."""
+        out: Tensor = self.ffn(self.norm(e_BTC))
+        return out
+
+
 class BlockHead(Correction):
     """z_{t-1} - x_{t-1}: no network, only what the blocks added to their input (ablation)."""
 
@@ -105,7 +114,7 @@ class Tied(Correction):
 
     def __init__(self, backbone: "Backbone", bias: bool = False) -> None:
         super().__init__(backbone)
-        if not isinstance(backbone, Transformer):
+        if not hasattr(backbone, "last_ffn"):
             raise ContextReadyError("correction=tied needs this package's own transformer; use correction=add.")
         self.norm = nn.LayerNorm(backbone.width, bias=bias)
         # In a tuple, so that the weights are listed and saved once, as the block's.
@@ -113,7 +122,7 @@ class Tied(Correction):
 
     def fits(self, backbone: "Backbone") -> bool:
         """Only the very backbone whose weights it shares."""
-        return isinstance(backbone, Transformer) and backbone.last_ffn is self._shared[0]
+        return getattr(backbone, "last_ffn", None) is self._shared[0]
 
     def forward(self, carried_BTC: Tensor, e_BTC: Tensor) -> Tensor:
         """correction_t from z_{t-1} and e_t."""
@@ -136,6 +145,7 @@ CORRECTIONS: dict[str, type[Correction]] = {
     "add": Add,
     "concat": Concat,
     "blind": Blind,
+    "memoryless": Memoryless,
     "block_head": BlockHead,
     "tied": Tied,
 }
@@ -163,8 +173,13 @@ def build_correction(kind: str, backbone: "Backbone", init: str = "random", bias
     """
     check_correction(kind, init)
     correction = CORRECTIONS[kind](backbone, bias)
+    initialise(correction, init)
+    return correction.to(next(backbone.parameters()))
+
+
+def initialise(correction: Correction, init: str) -> None:
+    """Give a correction the weights it starts with."""
     init_weights(correction)
     if init == "zero":
         assert isinstance(correction.ffn, FFN)
         nn.init.zeros_(correction.ffn.down.weight)
-    return correction.to(next(backbone.parameters()))

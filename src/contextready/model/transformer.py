@@ -3,7 +3,7 @@
 Shapes in names: B batch, T tokens of this call, S keys attended to, C width, H heads, D head size, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -166,17 +166,21 @@ class Transformer(nn.Module):
         unfilled_VC = torch.empty(config.vocab_size, config.width)
         self.embedding = nn.Embedding.from_pretrained(unfilled_VC, freeze=False)  # type: ignore[no-untyped-call]
         self.dropout = nn.Dropout(config.dropout)
-        blocks = [Block(config) for _ in range(config.layers)]
-        self.layers = nn.ModuleList(blocks)
+        self.layers = nn.ModuleList([Block(config) for _ in range(config.layers)])
         self.extra_norm = nn.LayerNorm(config.width, bias=config.bias) if config.extra_ffn else None
         self.extra_ffn = FFN(config.width, config.bias) if config.extra_ffn else None
         self.final_norm = nn.LayerNorm(config.width, bias=config.bias)
         self.unembedding = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.initialise()
+
+    def initialise(self) -> None:
+        """Give all weights the values they start with."""
         init_weights(self)
         # Residual branches add up over depth: each starts smaller the more there are (GPT-2).
-        for block in blocks:
+        for block in self.layers:
+            assert isinstance(block, Block)
             for linear in (block.attn.out, block.ffn.down):
-                fill_normal(linear.weight, INIT_STD / (2 * config.layers) ** 0.5)
+                fill_normal(linear.weight, INIT_STD / (2 * self.config.layers) ** 0.5)
 
     @property
     def width(self) -> int:
@@ -224,14 +228,22 @@ class Transformer(nn.Module):
             joins = [partial(append, kv) for kv in cache.layers]
         else:
             plan, joins = attention_plan(self.config, x_BTC, 0, 0), [None for _ in range(self.config.layers)]
+        z_BTC, kvs = self.run_layers(x_BTC, plan, joins)
+        return z_BTC, cache.advanced(kvs, x_BTC.shape[1]) if isinstance(cache, KVCache) else cache
+
+    def run_layers(self, x_BTC: Tensor, plan: AttentionPlan, joins: Sequence[Join | None]) -> tuple[Tensor, list[KV]]:
+        """Run the blocks by a plan, each with its way of joining keys and values to earlier ones: z, and all of these.
+
+        Keys and values that nobody joined are let go.
+        """
         h_BTC, kvs = self.dropout(x_BTC), []
         for block, join in zip(self.layers, joins, strict=True):
             h_BTC, kv = block(h_BTC, plan, join)
-            if isinstance(cache, KVCache):
+            if join is not None:
                 kvs.append(kv)
         if self.extra_ffn is not None and self.extra_norm is not None:
             h_BTC = h_BTC + self.dropout(self.extra_ffn(self.extra_norm(h_BTC)))
-        return h_BTC, cache.advanced(kvs, x_BTC.shape[1]) if isinstance(cache, KVCache) else cache
+        return h_BTC, kvs
 
     def head(self, z_BTC: Tensor) -> Tensor:
         """Predict: logits (B, T, V) = W_head LN(z)."""

@@ -1,0 +1,143 @@
+"""The package's own transformer at home in Hugging Face: its blocks and weights, their caches and masks."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from contextready.hf.configuration import BaseTransformerConfig
+from contextready.model.transformer import FFN, AttentionPlan, Transformer, turns
+
+ALL = 2**62
+"""Keys that may be seen: all that a cache returns; the mask hides what must not be."""
+
+
+class BaseTransformerPreTrained(PreTrainedModel):  # type: ignore[misc]
+    """What both classes tell Hugging Face about themselves."""
+
+    config_class = BaseTransformerConfig
+    base_model_prefix = "model"
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+    _no_split_modules = ("Block",)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Transformer):
+            module.initialise()
+
+
+class BaseTransformerModel(BaseTransformerPreTrained):
+    """Embedding, blocks and final norm, over any Hugging Face cache."""
+
+    def __init__(self, config: BaseTransformerConfig) -> None:
+        super().__init__(config)
+        self.native = Transformer(config.native())
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Tokens to e."""
+        return self.native.embedding
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Replace it."""
+        self.native.embedding = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """The final norm of z."""
+        x_BTC = self.native.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            position_ids = (torch.arange(x_BTC.shape[1], device=x_BTC.device) + past)[None]
+        mask_of = create_sliding_window_causal_mask if self.config.sliding_window else create_causal_mask
+        mask_B1TS = mask_of(
+            config=self.config,
+            inputs_embeds=x_BTC,
+            attention_mask=_of_its_kind(attention_mask, self.config),
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        cos_BTD, sin_BTD = turns(self.native.config, position_ids, x_BTC.dtype)
+        plan = AttentionPlan(cos_BTD, sin_BTD, mask_B1TS, mask_B1TS is None and x_BTC.shape[1] > 1, ALL)
+        layers = range(self.config.num_hidden_layers)
+        joins = [None if past_key_values is None else partial(past_key_values.update, layer_idx=i) for i in layers]
+        z_BTC, _ = self.native.run_layers(x_BTC, plan, joins)
+        return BaseModelOutputWithPast(self.native.final_norm(z_BTC), past_key_values)
+
+
+class BaseTransformerForCausalLM(BaseTransformerPreTrained, GenerationMixin):  # type: ignore[misc]
+    """The paper's "roformer" baseline."""
+
+    def __init__(self, config: BaseTransformerConfig) -> None:
+        super().__init__(config)
+        self.model = BaseTransformerModel(config)
+        self.post_init()
+
+    @property
+    def last_ffn(self) -> FFN:
+        """The feed-forward network of the last block."""
+        return self.model.native.last_ffn
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Tokens to e."""
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Replace it."""
+        self.model.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Normed z to logits."""
+        return self.model.native.unembedding
+
+    def set_output_embeddings(self, value: nn.Linear) -> None:
+        """Replace it."""
+        self.model.native.unembedding = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits, and the loss if labels are given."""
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits_BTV = self.model.native.unembedding(outputs.last_hidden_state[:, keep])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits_BTV, labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=outputs.past_key_values)
+
+
+def _of_its_kind(attention_mask: Any, config: BaseTransformerConfig) -> Any:
+    """The mask for this model's layers, where generation made one for every kind."""
+    return attention_mask[config.layer_types[0]] if isinstance(attention_mask, dict) else attention_mask

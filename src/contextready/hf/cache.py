@@ -1,0 +1,165 @@
+"""The extra state z in a Hugging Face cache, and how the passes of one forward share that cache.
+
+z rides on the cache's first layer, so whatever generation does to a cache (reorder beams, repeat or select rows, crop
+rejected tokens, reset) is done to z too.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer
+
+from contextready.errors import ContextReadyError
+from contextready.model.cache import KVCache
+
+HISTORY = 32
+"""Tokens that can always be cropped; those of the newest forward can be as well, however many they were."""
+
+
+class Carrying:
+    """A cache layer that also holds what the newest positions left for their successors, (B, R, C), newest last."""
+
+    carried_BRC: Tensor | None = None
+
+    def remember(self, carried_BTC: Tensor) -> None:
+        """Keep what the newest positions carry over."""
+        newest_B1C, held_BRC = carried_BTC[:, -1:], self.carried_BRC
+        if not isinstance(self, StaticLayer):
+            most = max(HISTORY, carried_BTC.shape[1]) + 1
+            before = [] if held_BRC is None else [held_BRC]
+            self.carried_BRC = torch.cat([*before, carried_BTC], dim=1)[:, -most:]
+        elif held_BRC is None:
+            # A static layer cannot be cropped. Its tensors keep their places, for compiled steps to find.
+            self.carried_BRC = newest_B1C.clone()
+        else:
+            held_BRC.copy_(newest_B1C)
+
+    def reset(self) -> None:
+        super().reset()  # type: ignore[misc]
+        if self.carried_BRC is not None and isinstance(self, StaticLayer):
+            self.carried_BRC.zero_()
+        else:
+            self.carried_BRC = None
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        before = self.get_seq_length()  # type: ignore[attr-defined]
+        super().crop(*args, **kwargs)  # type: ignore[misc]
+        removed = before - self.get_seq_length()  # type: ignore[attr-defined]
+        if self.carried_BRC is None or removed == 0:
+            return
+        kept = self.carried_BRC.shape[1] - removed
+        if kept < 1 and removed < before:
+            raise ContextReadyError(
+                f"{removed} tokens were cropped from a cache that remembers z of the newest "
+                f"{self.carried_BRC.shape[1]} only; start a new cache and read the tokens again."
+            )
+        self.carried_BRC = self.carried_BRC[:, :kept] if removed < before else None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
+        self._change(lambda carried: carried.index_select(0, beam_idx.to(carried.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
+        self._change(lambda carried: carried.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)  # type: ignore[misc]
+        self._change(lambda carried: carried[indices])
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.carried_BRC is not None:
+            self.carried_BRC = change(self.carried_BRC)
+
+
+@lru_cache
+def _carrying(kind: type) -> type:
+    return type(f"Carrying{kind.__name__}", (Carrying, kind), {})
+
+
+def carrying_layer(cache: Cache) -> Any:
+    """The layer of a cache that carries z; an empty cache is made to have one."""
+    if not cache.layers:
+        cache.layers.append(cache.layer_class_to_replicate())
+    first = cache.layers[0]
+    if not isinstance(first, Carrying):
+        # A static layer's length is a tensor.
+        if int(first.get_seq_length()) > 0:
+            raise ContextReadyError(
+                "This cache was filled by another model and holds no z; give an empty one, or one that this model "
+                "returned."
+            )
+        kind = _carrying(type(first))
+        carrying = kind.__new__(kind)
+        carrying.__dict__ = first.__dict__
+        cache.layers[0] = first = carrying
+    return first
+
+
+class Rewind:
+    """A cache as it was before the first pass of a forward: every pass but the last leaves no trace."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache, self.saved = cache, [_snapshot(layer) for layer in cache.layers]
+
+    def __call__(self) -> None:
+        """Put the cache back."""
+        del self.cache.layers[len(self.saved) :]
+        for layer, saved in zip(self.cache.layers, self.saved, strict=True):
+            if not isinstance(layer, StaticLayer):
+                layer.__dict__.clear()
+                layer.__dict__.update(saved)
+                continue
+            # Static layers are written in place: lengths go back, and what a full window pushed out.
+            for name, value in saved.items():
+                held = getattr(layer, name)
+                if isinstance(held, Tensor):
+                    held.copy_(value)
+                else:
+                    setattr(layer, name, value)
+
+
+def _snapshot(layer: Any) -> dict[str, Any]:
+    if not isinstance(layer, StaticLayer):
+        # These replace their tensors and never write into them.
+        return dict(layer.__dict__)
+    names = [name for name in ("cumulative_length", "cumulative_length_int") if hasattr(layer, name)]
+    if layer.is_sliding and layer.is_initialized:
+        names += ["keys", "values"]
+    return {name: v.clone() if isinstance(v := getattr(layer, name), Tensor) else v for name in names}
+
+
+@dataclass(eq=False)
+class Feed:
+    """What the passes of one forward have in common: the cache as it was, and what else the model is told."""
+
+    cache: Cache | None
+    arguments: dict[str, Any]
+    """attention_mask, position_ids, and whatever else was given to forward."""
+    rewind: Rewind | None = None
+    outputs: Any = None
+    """What the inner model returned in the newest pass."""
+    used: bool = field(default=False, init=False)
+
+    def begin(self) -> dict[str, Any]:
+        """The arguments of the next pass; what an earlier pass wrote is taken back."""
+        if self.used and self.rewind is not None:
+            self.rewind()
+        self.used = True
+        return {"past_key_values": self.cache, "use_cache": self.cache is not None, **self.arguments}
+
+
+def as_dynamic(past: KVCache) -> Cache:
+    """A cache that holds what a plain value does; writing to it leaves the value as it is."""
+    cache = DynamicCache()
+    # Layers without a window: the model's own mask hides what is out of it, and any token can be rolled back.
+    for keys, values in past.layers:
+        layer = DynamicLayer()
+        layer.dtype, layer.device = keys.dtype, keys.device
+        layer.keys, layer.values, layer.is_initialized = keys, values, True
+        cache.layers.append(layer)
+    return cache

@@ -1,0 +1,136 @@
+"""Configurations that Hugging Face's Auto classes know: the package's own transformer, and context-ready models."""
+
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from contextready.model.config import TransformerConfig
+
+OWN_HEAD = ["transformer.final_norm", "transformer.unembedding"]
+
+
+class BaseTransformerConfig(PretrainedConfig):  # type: ignore[misc]
+    """The package's transformer (the paper's "roformer") under the names that Hugging Face expects."""
+
+    model_type = "contextready_base"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    def __init__(
+        self,
+        vocab_size: int = 256,
+        hidden_size: int = 64,
+        num_hidden_layers: int = 1,
+        num_attention_heads: int = 4,
+        sliding_window: int | None = None,
+        extra_ffn: bool = False,
+        dropout: float = 0.0,
+        bias: bool = False,
+        rope_base: float = 10_000.0,
+        max_position_embeddings: int = 1024,
+        **kwargs: Any,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_attention_heads
+        self.head_dim = hidden_size // num_attention_heads
+        self.sliding_window = sliding_window
+        self.extra_ffn = extra_ffn
+        self.dropout = dropout
+        self.bias = bias
+        self.rope_base = rope_base
+        self.max_position_embeddings = max_position_embeddings
+        self.layer_types = ["sliding_attention" if sliding_window else "full_attention"] * num_hidden_layers
+        # These follow from the rest, and older files may say them.
+        for key in ("num_key_value_heads", "head_dim", "layer_types"):
+            kwargs.pop(key, None)
+        super().__init__(**{"tie_word_embeddings": False} | kwargs)
+
+    @classmethod
+    def of(cls, config: TransformerConfig, max_position_embeddings: int, **kwargs: Any) -> "BaseTransformerConfig":
+        """The configuration of a native transformer."""
+        return cls(
+            vocab_size=config.vocab_size,
+            hidden_size=config.width,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            sliding_window=config.window,
+            extra_ffn=config.extra_ffn,
+            dropout=config.dropout,
+            bias=config.bias,
+            rope_base=config.rope_base,
+            max_position_embeddings=max_position_embeddings,
+            **kwargs,
+        )
+
+    def native(self) -> TransformerConfig:
+        """The native transformer's configuration."""
+        return TransformerConfig(
+            vocab_size=self.vocab_size,
+            width=self.hidden_size,
+            layers=self.num_hidden_layers,
+            heads=self.num_attention_heads,
+            window=self.sliding_window,
+            extra_ffn=self.extra_ffn,
+            dropout=self.dropout,
+            bias=self.bias,
+            rope_base=float(self.rope_base),
+        )
+
+
+class ContextReadyConfig(PretrainedConfig):  # type: ignore[misc]
+    """A causal language model of any family, and the correction on top of it."""
+
+    model_type = "contextready"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    def __init__(
+        self,
+        base_config: PretrainedConfig | dict[str, Any] | None = None,
+        structure: dict[str, Any] | None = None,
+        correction: str = "add",
+        correction_init: str = "zero",
+        correction_bias: bool = False,
+        passes: int = 5,
+        tolerance: float = 1e-4,
+        native: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Describe a context-ready model.
+
+        base_config       configuration of the causal language model inside
+        structure         names of its parts (`contextready.hf.structure`); none: found when the model is made
+        correction        add, concat, blind or block_head; memoryless is the control that sees no past
+        correction_init   zero: a fresh model is its transformer; or random
+        correction_bias   biases in the correction
+        passes            K in training
+        tolerance         how much a pass may still change z, per position, when prompts are read
+        native            settings of the run, if the model was trained by this package
+        """
+        if base_config is None:
+            base_config = BaseTransformerConfig()
+        if isinstance(base_config, dict):
+            base_config = AutoConfig.for_model(**base_config)
+        self.base_config = base_config
+        self.structure = structure
+        self.correction = correction
+        self.correction_init = correction_init
+        self.correction_bias = correction_bias
+        self.passes = passes
+        self.tolerance = tolerance
+        self.native = native
+        # What generation looks for on the outermost configuration.
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings"):
+            kwargs.setdefault(key, getattr(base_config, key, None))
+        super().__init__(**kwargs)
+
+    def get_text_config(self, *args: Any, **kwargs: Any) -> PretrainedConfig:
+        """The very configuration of the model inside: masks and caches are made from it."""
+        return self.base_config.get_text_config(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        # Sizes (vocab_size, hidden_size, num_hidden_layers, …) are those of the model inside.
+        if name.startswith("_") or name == "base_config" or "base_config" not in self.__dict__:
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        return getattr(self.base_config, name)

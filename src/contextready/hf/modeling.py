@@ -1,0 +1,234 @@
+"""Context-ready models in Hugging Face: any causal language model, corrected, with all of `generate`.
+
+Reading T tokens at once makes parallel passes until no position's z changes by more than the tolerance (T + 1 passes
+are exact whatever happens); reading one token is the recurrence itself, exact in one pass.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from contextready.errors import ContextReadyError
+from contextready.hf.backbone import HFBackbone
+from contextready.hf.base import BaseTransformerForCausalLM, BaseTransformerModel
+from contextready.hf.cache import HISTORY, Feed, Rewind, carrying_layer
+from contextready.hf.configuration import BaseTransformerConfig, ContextReadyConfig
+from contextready.hf.structure import Structure, find_structure
+from contextready.model.context_ready import ContextReady, Pass, check_passes
+from contextready.model.correction import Correction, build_correction, initialise
+from contextready.model.state import State
+
+
+class ContextReadyForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """A causal language model whose tokens enter already corrected by the previous position's output."""
+
+    config_class = ContextReadyConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+
+    def __init__(self, config: ContextReadyConfig, lm: PreTrainedModel | None = None) -> None:
+        """Make the model, around `lm` if one is given, else around a fresh one by `config.base_config`."""
+        super().__init__(config)
+        if lm is None:
+            lm = AutoModelForCausalLM.from_config(config.base_config)
+        if config.structure is None:
+            config.structure = find_structure(lm).as_dict()
+        backbone = HFBackbone(lm, Structure.from_dict(config.structure))
+        correction = build_correction(config.correction, backbone, config.correction_init, config.correction_bias)
+        self.model = ContextReady(backbone, correction)
+        self._no_split_modules = getattr(lm, "_no_split_modules", None)
+        self.post_init()
+
+    @classmethod
+    def wrap(cls, lm: PreTrainedModel, **settings: Any) -> "ContextReadyForCausalLM":
+        """Convert a causal language model in memory: the same function until it is trained.
+
+        `settings` are those of `ContextReadyConfig`: correction, passes, tolerance, …
+        """
+        config = ContextReadyConfig(base_config=lm.config, structure=find_structure(lm).as_dict(), **settings)
+        config.dtype = lm.dtype
+        model = cls(config, lm)
+        model.generation_config = lm.generation_config
+        return model.train(lm.training)
+
+    @property
+    def lm(self) -> Any:
+        """The causal language model inside."""
+        return self.model.backbone.lm  # type: ignore[union-attr]
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Tokens to e."""
+        embeddings: nn.Module = self.lm.get_input_embeddings()
+        return embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace it."""
+        self.lm.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The projection to logits."""
+        embeddings: nn.Module | None = self.lm.get_output_embeddings()
+        return embeddings
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        """Replace it."""
+        self.lm.set_output_embeddings(value)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        passes: int | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits of the next tokens, and the loss if labels are given.
+
+        `passes` fixes K (1: the model inside, uncorrected). Without it, training makes `config.passes`, and otherwise
+        passes are made until they change z by no more than `config.tolerance` anywhere.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ContextReadyError("Give either input_ids or inputs_embeds.")
+        e_BTC: Tensor = self.model.backbone.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        if past_key_values is None and self._keeps_cache(use_cache, labels, attention_mask, position_ids):
+            past_key_values = DynamicCache(config=self.config.get_text_config())
+        if position_ids is None:
+            position_ids = _positions(e_BTC, attention_mask, past_key_values)
+        loss_arguments = {key: kwargs.pop(key) for key in ("num_items_in_batch",) if key in kwargs}
+        feed = Feed(past_key_values, {"attention_mask": attention_mask, "position_ids": position_ids, **kwargs})
+        result = self._solve(e_BTC, feed, position_ids, _valid(attention_mask, e_BTC), passes)
+        if past_key_values is not None:
+            carrying_layer(past_key_values).remember(result.carried_BTC.detach())
+
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits_BTV = self.model.backbone.head(result.z_BTC[:, keep])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits_BTV, labels, vocab_size=logits_BTV.shape[-1], **loss_arguments)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits_BTV,
+            past_key_values=past_key_values,
+            hidden_states=getattr(feed.outputs, "hidden_states", None),
+            attentions=getattr(feed.outputs, "attentions", None),
+        )
+
+    def _solve(
+        self, e_BTC: Tensor, feed: Feed, position_ids: Tensor, valid_BT: Tensor | None, passes: int | None
+    ) -> Pass:
+        """The pass whose z is the answer; its keys and values are the ones left in the cache."""
+        T = e_BTC.shape[1]
+        carried_BRC = None if feed.cache is None else carrying_layer(feed.cache).carried_BRC
+        before_B1C = torch.zeros_like(e_BTC[:, :1]) if carried_BRC is None else carried_BRC[:, -1:].to(e_BTC)
+        # A document begins at position 0, whatever lies before it in the row: padding, or another document.
+        starts_BT1 = (position_ids == 0)[..., None]
+
+        def recur(e_BTC: Tensor, carried_BTC: Tensor | None, cache: Any) -> Pass:
+            seen_BTC = None if carried_BTC is None else carried_BTC.masked_fill(starts_BT1, 0.0)
+            result: Pass = self.model.recur(e_BTC, seen_BTC, cache)
+            return result
+
+        if passes is None and self.training:
+            passes = self.config.passes
+        if passes is not None:
+            check_passes(passes)
+        if T == 1 and passes != 1:
+            return recur(e_BTC, before_B1C, feed)
+        if feed.cache is not None:
+            feed.rewind = Rewind(feed.cache)
+        unroll = self.model.passes(e_BTC, State(feed, before_B1C, HISTORY), recur=recur)
+        result = next(unroll)
+        for _ in range((T + 1 if passes is None else min(passes, T + 1)) - 1):
+            before_BTC, result = result.z_BTC, next(unroll)
+            if passes is None and _change(before_BTC, result.z_BTC, valid_BT) <= self._tolerance(e_BTC.dtype):
+                break
+        return result
+
+    def _tolerance(self, dtype: torch.dtype) -> float:
+        """What counts as no change: never less than rounding can tell."""
+        return max(float(self.config.tolerance), 4 * torch.finfo(dtype).eps)
+
+    def _keeps_cache(self, use_cache: bool | None, labels: Any, attention_mask: Any, position_ids: Any) -> bool:
+        if use_cache is not None:
+            return use_cache
+        # Models keep documents that are packed into one row apart only where there is no cache.
+        packed = position_ids is not None and attention_mask is None
+        return bool(getattr(self.config.base_config, "use_cache", True)) and not (
+            self.training or labels is not None or packed
+        )
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        if model_kwargs.get("past_key_values") is not None:
+            carrying_layer(model_kwargs["past_key_values"])
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Correction):
+            initialise(module, self.config.correction_init)
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+        """Save weights and configuration, and with them the code that loads them where this package is not."""
+        if type(self).__module__ != __name__ or not __name__.startswith("contextready."):
+            super().save_pretrained(save_directory, **kwargs)
+            return
+        from contextready.hf.bundle import AUTO_MAP, write_code
+
+        self.config.auto_map = dict(AUTO_MAP)
+        write_code(save_directory)
+        super().save_pretrained(save_directory, **kwargs)
+
+
+def _positions(e_BTC: Tensor, attention_mask: Any, cache: Cache | None) -> Tensor:
+    """Positions of the new tokens, counted from the first that is not padding."""
+    T = e_BTC.shape[1]
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -T:]
+    past = 0 if cache is None else cache.get_seq_length()
+    return (torch.arange(T, device=e_BTC.device) + past)[None].expand(e_BTC.shape[0], -1)
+
+
+def _valid(attention_mask: Any, e_BTC: Tensor) -> Tensor | None:
+    """Which of the new tokens are not padding, where it is known."""
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        return attention_mask[:, -e_BTC.shape[1] :].bool()
+    return None
+
+
+@torch.no_grad()
+def _change(before_BTC: Tensor, z_BTC: Tensor, valid_BT: Tensor | None) -> float:
+    """The largest change of a position's z, relative to its norm; padding does not count."""
+    # Each position by its own norm: pretrained models have a few positions with norms a hundred times the others'.
+    wide = torch.promote_types(z_BTC.dtype, torch.float32)
+    change_BT = (z_BTC.to(wide) - before_BTC.to(wide)).norm(dim=-1) / z_BTC.to(wide).norm(dim=-1)
+    if valid_BT is not None:
+        change_BT = change_BT.masked_fill(~valid_BT, 0.0)
+    return float(change_BT.nan_to_num(0.0).max())
+
+
+AutoConfig.register(BaseTransformerConfig.model_type, BaseTransformerConfig, exist_ok=True)
+AutoConfig.register(ContextReadyConfig.model_type, ContextReadyConfig, exist_ok=True)
+AutoModelForCausalLM.register(BaseTransformerConfig, BaseTransformerForCausalLM, exist_ok=True)
+AutoModelForCausalLM.register(ContextReadyConfig, ContextReadyForCausalLM, exist_ok=True)
+
+__all__ = [
+    "BaseTransformerConfig",
+    "BaseTransformerForCausalLM",
+    "BaseTransformerModel",
+    "ContextReadyConfig",
+    "ContextReadyForCausalLM",
+]

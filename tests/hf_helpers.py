@@ -1,0 +1,96 @@
+"""Small random models of many families, and what the Hugging Face tests share."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from contextready.hf.modeling import ContextReadyForCausalLM
+
+SIZES = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+LLAMA_LIKE = {
+    **SIZES,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", LLAMA_LIKE),
+    "llama-tied": ("llama", LLAMA_LIKE | {"tie_word_embeddings": True}),
+    "mistral": ("mistral", LLAMA_LIKE | {"sliding_window": None}),
+    "mistral-window": ("mistral", LLAMA_LIKE | {"sliding_window": 5}),
+    "qwen2": ("qwen2", LLAMA_LIKE),
+    "qwen3-tied": ("qwen3", LLAMA_LIKE | {"tie_word_embeddings": True}),
+    "gemma": ("gemma", LLAMA_LIKE),
+    "gemma2": ("gemma2", LLAMA_LIKE | {"sliding_window": 5, "query_pre_attn_scalar": 8}),
+    "gemma3": ("gemma3_text", LLAMA_LIKE | {"sliding_window": 5, "query_pre_attn_scalar": 8}),
+    "gpt-neox": (
+        "gpt_neox",
+        {k: v for k, v in LLAMA_LIKE.items() if k not in ("num_key_value_heads", "head_dim")},
+    ),
+    "gpt2": ("gpt2", SIZES | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+    "opt": (
+        "opt",
+        SIZES
+        | {
+            "hidden_size": 32,
+            "word_embed_proj_dim": 32,
+            "ffn_dim": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 64,
+        },
+    ),
+    "phi": ("phi", LLAMA_LIKE | {"num_key_value_heads": 4}),
+    "olmo2": ("olmo2", LLAMA_LIKE),
+    "bloom": ("bloom", SIZES | {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "falcon": ("falcon", SIZES | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}),
+    "falcon-alibi": (
+        "falcon",
+        SIZES | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True},
+    ),
+    "granite": ("granite", LLAMA_LIKE | {"logits_scaling": 3.0}),
+    "cohere": ("cohere", LLAMA_LIKE),
+    "own": (
+        "contextready_base",
+        SIZES | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    ),
+    "own-window": (
+        "contextready_base",
+        SIZES | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "sliding_window": 5},
+    ),
+}
+
+
+def tiny_lm(family: str, seed: int = 0) -> Any:
+    """A small random causal language model, in float64 and with larger weights than usual, so that errors show."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, settings = FAMILIES[family]
+    torch.manual_seed(seed)
+    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)).double().eval()
+    with torch.no_grad():
+        for name, p in lm.named_parameters():
+            p.copy_(torch.randn_like(p) * (0.1 if p.dim() < 2 else 0.2) + (1.0 if "norm" in name and p.dim() < 2 else 0))
+    lm.generation_config.eos_token_id = None
+    return lm
+
+
+def randomise(model: nn.Module, seed: int = 1, std: float = 0.3) -> None:
+    """Give the correction weights that matter: a fresh one is zero, and every comparison would hold."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "correction" in name:
+                p.copy_(torch.randn_like(p) * std + (1.0 if p.dim() < 2 else 0.0))
+
+
+def tiny_ready(family: str, seed: int = 0, **settings: Any) -> ContextReadyForCausalLM:
+    """A small context-ready model whose correction matters, exact to rounding when it reads prompts."""
+    model = ContextReadyForCausalLM.wrap(tiny_lm(family, seed), tolerance=0.0, **settings)
+    randomise(model)
+    return model
