@@ -3,7 +3,8 @@
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from contextready.hf.modeling import ContextReadyForCausalLM
 
@@ -75,7 +76,9 @@ def tiny_lm(family: str, seed: int = 0) -> Any:
     lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)).double().eval()
     with torch.no_grad():
         for name, p in lm.named_parameters():
-            p.copy_(torch.randn_like(p) * (0.1 if p.dim() < 2 else 0.2) + (1.0 if "norm" in name and p.dim() < 2 else 0))
+            p.copy_(
+                torch.randn_like(p) * (0.1 if p.dim() < 2 else 0.2) + (1.0 if "norm" in name and p.dim() < 2 else 0)
+            )
     lm.generation_config.eos_token_id = None
     return lm
 
@@ -94,3 +97,38 @@ def tiny_ready(family: str, seed: int = 0, **settings: Any) -> ContextReadyForCa
     model = ContextReadyForCausalLM.wrap(tiny_lm(family, seed), tolerance=0.0, **settings)
     randomise(model)
     return model
+
+
+def random_tokens(rows: int = 2, length: int = 9, seed: int = 0) -> Tensor:
+    """Tokens that are neither padding nor special."""
+    return torch.randint(3, 61, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def gap(a: Tensor, b: Tensor) -> float:
+    """The largest difference of two equally large tensors."""
+    assert a.shape == b.shape
+    return float((a - b).abs().max())
+
+
+BLOCKS = ("model.layers", "model.decoder.layers", "model.native.layers", "gpt_neox.layers", "transformer.h")
+"""What the families call their blocks, written down here so that the code under test is not asked."""
+
+
+@torch.no_grad()
+def oracle(lm: Any, correction: Any, tokens_BT: Tensor) -> Tensor:
+    """Logits of the definition by brute force: x_t from z_{t-1}, then the plain model on all x so far, uncached."""
+    seen: dict[str, Tensor] = {}
+    last_block = next(part[-1] for name, part in lm.named_modules() if name in BLOCKS)
+    handle = last_block.register_forward_hook(
+        lambda module, args, out: seen.update(z=out if torch.is_tensor(out) else out[0])
+    )
+    e_BTC = lm.get_input_embeddings()(tokens_BT)
+    z_B1C, xs, logits = torch.zeros_like(e_BTC[:, :1]), [], []
+    for t in range(tokens_BT.shape[1]):
+        e_B1C = e_BTC[:, t : t + 1]
+        normed_B1C = F.layer_norm(z_B1C + e_B1C, e_B1C.shape[-1:], correction.norm.weight)
+        xs.append(e_B1C + F.gelu(normed_B1C @ correction.ffn.up.weight.T) @ correction.ffn.down.weight.T)
+        logits.append(lm(inputs_embeds=torch.cat(xs, dim=1), use_cache=False).logits[:, -1:])
+        z_B1C = seen["z"][:, -1:]
+    handle.remove()
+    return torch.cat(logits, dim=1)

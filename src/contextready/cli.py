@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from contextready import __version__
+from contextready.analysis.verbs import add_eval, add_plot
 from contextready.errors import ContextReadyError
+from contextready.hf.verbs import add_convert
 from contextready.infer.verbs import add_bench, add_export, add_generate
 from contextready.model.build import ModelConfig
 from contextready.settings import describe_settings
@@ -59,11 +61,12 @@ def build_parser() -> argparse.ArgumentParser:
         _add_train,
         _add_plan,
         _add_unshard,
-        _add_eval,
+        add_eval,
+        add_convert,
         add_generate,
         add_export,
         add_bench,
-        _add_plot,
+        add_plot,
         _add_info,
         _add_exact,
     ):
@@ -176,47 +179,6 @@ def _add_unshard(verbs: Verbs) -> None:
     unshard.set_defaults(run=_unshard)
 
 
-def _add_eval(verbs: Verbs) -> None:
-    evaluate = verb(
-        verbs,
-        "eval",
-        "perplexity by K and sequentially",
-        "Score runs or checkpoints on their validation data: perplexity and bits per byte after K\n"
-        "parallel passes and streaming, what the correction contributes, and the empirical\n"
-        "contraction rate, with standard errors.",
-        "examples:\n"
-        "  crt eval runs/mini-d1 runs/mini-n1-ffn\n"
-        "  crt eval runs/mini-d1 --passes 1,5 --tokens 65536 --json",
-    )
-    evaluate.add_argument("runs", nargs="+", type=Path, help="folders of runs or checkpoints")
-    evaluate.add_argument("--data", type=Path, help="prepared data (default: what the model was trained on)")
-    evaluate.add_argument("--best", action="store_true", help="of each run the best checkpoint, not the newest")
-    evaluate.add_argument("--passes", default="1,2,3,5,10", help="values of K (default: 1,2,3,5,10)")
-    evaluate.add_argument("--block-size", type=int, help="tokens in a window (default: as trained)")
-    evaluate.add_argument("--tokens", type=int, help="only the first of this many tokens (default: all)")
-    evaluate.add_argument("--no-sequential", action="store_true", help="leave streaming out")
-    evaluate.add_argument("--device", default="auto", help="cpu, cuda, mps or auto (default: auto)")
-    evaluate.add_argument("--json", action="store_true", help="print one JSON line instead of a table")
-    evaluate.set_defaults(run=_eval)
-
-
-def _add_plot(verbs: Verbs) -> None:
-    plot = verb(
-        verbs,
-        "plot",
-        "draw learning curves and where they cross",
-        "Draw the validation curves of runs into one picture and print where they cross.",
-        "example:\n  crt plot runs/mini-d1 runs/mini-n1-ffn --out curves.svg",
-    )
-    plot.add_argument("runs", nargs="+", type=Path, help="folders of runs")
-    plot.add_argument("--out", type=Path, default=Path("curves.png"), help=".png, .svg or .pdf (default: curves.png)")
-    plot.add_argument(
-        "--x", choices=["tokens", "steps", "macs", "seconds"], default="tokens", help="what to draw against"
-    )
-    plot.add_argument("--title", help="a line above the picture")
-    plot.set_defaults(run=_plot)
-
-
 def _add_info(verbs: Verbs) -> None:
     info = verb(
         verbs,
@@ -324,28 +286,6 @@ def _train(options: argparse.Namespace) -> int:
         print_settings(resolve(options.recipe, options.settings))
         return 0
     return run_train(options.recipe, options.settings)
-
-
-def _eval(options: argparse.Namespace) -> None:
-    from contextready.analysis.console import run_eval
-
-    run_eval(
-        options.runs,
-        data_folder=options.data,
-        best=options.best,
-        passes=options.passes,
-        block_size=options.block_size,
-        tokens=options.tokens,
-        sequential=not options.no_sequential,
-        device=options.device,
-        as_json=options.json,
-    )
-
-
-def _plot(options: argparse.Namespace) -> None:
-    from contextready.analysis.console import run_plot
-
-    run_plot(options.runs, options.out, options.x, options.title)
 
 
 def _info(options: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from contextready.data.shards import Data
 from contextready.device import find_device
 from contextready.errors import ContextReadyError
 from contextready.files import to_json
-from contextready.train.checkpoint import Checkpoint, open_checkpoint
+from contextready.train.checkpoint import Checkpoint, open_trained
 
 
 def run_eval(
@@ -32,7 +32,7 @@ def run_eval(
     from rich.progress import Progress
 
     wanted, where = parse_passes(passes), find_device(device)
-    checkpoints = [open_checkpoint(run, best) for run in runs]
+    checkpoints = [open_trained(run, best) for run in runs]
     # Everything is opened before anything is computed: a wrong folder is told at once.
     all_data = [data_of(checkpoint, data_folder) for checkpoint in checkpoints]
     console = Console(stderr=True)
@@ -72,17 +72,20 @@ def parse_passes(text: str) -> list[int]:
 
 def data_of(checkpoint: Checkpoint, folder: Path | None) -> Data:
     """Data to evaluate on: what the model was trained on, or other data made with the same tokenizer."""
-    data = Data(folder or Path(checkpoint.config["train"]["data"]), verify=["val"])
+    trained_on = checkpoint.config["train"]["data"]
+    if folder is None and not trained_on:
+        raise ContextReadyError(f"{checkpoint.folder} does not say what it was trained on; name data with --data.")
+    data = Data(folder or Path(trained_on), verify=["val"])
     data.tokenizer()
     if data.tokenizer_sha256 != checkpoint.progress.tokenizer_sha256:
         raise ContextReadyError(
             f"The data {data.folder} was made with another tokenizer than the model {checkpoint.folder}; prepare it "
             f"again with crt data prepare --tokenizer {checkpoint.folder}."
         )
-    if data.vocab_size > checkpoint.model_config.vocab_size:
+    if data.vocab_size > checkpoint.vocab_size:
         raise ContextReadyError(
             f"The data {data.folder} has {data.vocab_size:,} kinds of tokens and the model "
-            f"{checkpoint.folder} knows {checkpoint.model_config.vocab_size:,}; evaluate it on its own data."
+            f"{checkpoint.folder} knows {checkpoint.vocab_size:,}; evaluate it on its own data."
         )
     return data
 

@@ -12,6 +12,7 @@ from contextready.data.batches import Windows
 from contextready.data.shards import Data
 from contextready.errors import ContextReadyError
 from contextready.model.context_ready import ContextReady
+from contextready.model.correction import Nothing
 from contextready.model.transformer import Transformer
 from contextready.train.checkpoint import Checkpoint
 
@@ -105,7 +106,7 @@ def evaluate(
     if tokens is not None and tokens < block_size:
         raise ContextReadyError(f"--tokens {tokens} is less than one window of {block_size}; give more.")
     count = windows.count if tokens is None else min(windows.count, tokens // block_size)
-    is_ready = isinstance(model, ContextReady)
+    is_ready = isinstance(model, ContextReady) and not isinstance(model.correction, Nothing)
     of = count * block_size * (1 + (is_ready and sequential))
 
     def done(n: int) -> None:
@@ -116,7 +117,8 @@ def evaluate(
     model.eval()
     parallel = parallel_scores(model, windows, wanted, count, done)
     streamed = rates = None
-    if isinstance(model, ContextReady):
+    if is_ready:
+        assert isinstance(model, ContextReady)
         if sequential:
             streamed = sequential_score(model, windows, count, done)
         rates = _rates(model, windows, corrections)

@@ -96,7 +96,8 @@ class HFBackbone(nn.Module):
             raise ContextReadyError(
                 f"A state of {batch_size} rows and history {history} was asked for; give at least 1 row and history 0."
             )
-        return KVCache(tuple((k.repeat(batch_size, 1, 1, 1), v.repeat(batch_size, 1, 1, 1)) for k, v in self._no_kvs), 0, None, None)
+        rows = (batch_size, 1, 1, 1)
+        return KVCache(tuple((k.repeat(rows), v.repeat(rows)) for k, v in self._no_kvs), 0, None, None)
 
     @cached_property
     def _no_kvs(self) -> list[tuple[Tensor, Tensor]]:

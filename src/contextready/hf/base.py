@@ -41,7 +41,8 @@ class BaseTransformerModel(BaseTransformerPreTrained):
 
     def get_input_embeddings(self) -> nn.Module:
         """Tokens to e."""
-        return self.native.embedding
+        embedding: nn.Module = self.native.embedding
+        return embedding
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         """Replace it."""
@@ -58,7 +59,10 @@ class BaseTransformerModel(BaseTransformerPreTrained):
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """The final norm of z."""
-        x_BTC = self.native.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        if inputs_embeds is None:
+            assert input_ids is not None
+            inputs_embeds = self.native.embed(input_ids)
+        x_BTC = inputs_embeds
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if position_ids is None:

@@ -39,37 +39,44 @@ class Carrying:
             held_BRC.copy_(newest_B1C)
 
     def reset(self) -> None:
+        """Forget everything."""
         super().reset()  # type: ignore[misc]
         if self.carried_BRC is not None and isinstance(self, StaticLayer):
             self.carried_BRC.zero_()
         else:
             self.carried_BRC = None
 
-    def crop(self, *args: Any, **kwargs: Any) -> None:
+    def crop(self, amount: int) -> None:
+        """Take the newest tokens back, keys, values and z: -n of them, or down to a length."""
         before = self.get_seq_length()  # type: ignore[attr-defined]
-        super().crop(*args, **kwargs)  # type: ignore[misc]
-        removed = before - self.get_seq_length()  # type: ignore[attr-defined]
-        if self.carried_BRC is None or removed == 0:
-            return
-        kept = self.carried_BRC.shape[1] - removed
-        if kept < 1 and removed < before:
+        removed = min(before, -amount if amount <= 0 else max(0, before - amount))
+        kept = 0 if self.carried_BRC is None or removed == before else self.carried_BRC.shape[1] - removed
+        if kept < 1 and removed < before and self.carried_BRC is not None:
+            # Before anything is cropped, so that the cache stays whole.
             raise ContextReadyError(
-                f"{removed} tokens were cropped from a cache that remembers z of the newest "
+                f"{removed} tokens cannot be cropped from a cache that remembers z of the newest "
                 f"{self.carried_BRC.shape[1]} only; start a new cache and read the tokens again."
             )
-        self.carried_BRC = self.carried_BRC[:, :kept] if removed < before else None
+        super().crop(amount)  # type: ignore[misc]
+        self.carried_BRC = None if self.carried_BRC is None or kept < 1 else self.carried_BRC[:, :kept]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Put the rows in the order of the beams."""
         super().reorder_cache(beam_idx)  # type: ignore[misc]
         self._change(lambda carried: carried.index_select(0, beam_idx.to(carried.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]
         self._change(lambda carried: carried.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some rows."""
         super().batch_select_indices(indices)  # type: ignore[misc]
         self._change(lambda carried: carried[indices])
+
+    def __reduce__(self) -> Any:
+        return as_carrying, (type(self).__bases__[1], self.__dict__)
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.carried_BRC is not None:
@@ -77,8 +84,16 @@ class Carrying:
 
 
 @lru_cache
-def _carrying(kind: type) -> type:
+def _carrying(kind: Any) -> Any:
     return type(f"Carrying{kind.__name__}", (Carrying, kind), {})
+
+
+def as_carrying(kind: Any, fields: dict[str, Any]) -> Any:
+    """A layer of this kind, with these fields, that carries z too."""
+    carrying = _carrying(kind)
+    layer = carrying.__new__(carrying)
+    layer.__dict__ = fields
+    return layer
 
 
 def carrying_layer(cache: Cache) -> Any:
@@ -93,10 +108,7 @@ def carrying_layer(cache: Cache) -> Any:
                 "This cache was filled by another model and holds no z; give an empty one, or one that this model "
                 "returned."
             )
-        kind = _carrying(type(first))
-        carrying = kind.__new__(kind)
-        carrying.__dict__ = first.__dict__
-        cache.layers[0] = first = carrying
+        cache.layers[0] = first = as_carrying(type(first), first.__dict__)
     return first
 
 

@@ -27,6 +27,7 @@ class BaseTransformerConfig(PretrainedConfig):  # type: ignore[misc]
         bias: bool = False,
         rope_base: float = 10_000.0,
         max_position_embeddings: int = 1024,
+        run: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         self.vocab_size = vocab_size
@@ -41,6 +42,7 @@ class BaseTransformerConfig(PretrainedConfig):  # type: ignore[misc]
         self.bias = bias
         self.rope_base = rope_base
         self.max_position_embeddings = max_position_embeddings
+        self.run = run
         self.layer_types = ["sliding_attention" if sliding_window else "full_attention"] * num_hidden_layers
         # These follow from the rest, and older files may say them.
         for key in ("num_key_value_heads", "head_dim", "layer_types"):
@@ -94,7 +96,7 @@ class ContextReadyConfig(PretrainedConfig):  # type: ignore[misc]
         correction_bias: bool = False,
         passes: int = 5,
         tolerance: float = 1e-4,
-        native: dict[str, Any] | None = None,
+        run: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         """Describe a context-ready model.
@@ -106,24 +108,26 @@ class ContextReadyConfig(PretrainedConfig):  # type: ignore[misc]
         correction_bias   biases in the correction
         passes            K in training
         tolerance         how much a pass may still change z, per position, when prompts are read
-        native            settings of the run, if the model was trained by this package
+        run               settings and progress of the run, if the model was trained by this package
         """
         if base_config is None:
             base_config = BaseTransformerConfig()
         if isinstance(base_config, dict):
             base_config = AutoConfig.for_model(**base_config)
-        self.base_config = base_config
+        self.base_config: Any = base_config
         self.structure = structure
         self.correction = correction
         self.correction_init = correction_init
         self.correction_bias = correction_bias
         self.passes = passes
         self.tolerance = tolerance
-        self.native = native
+        self.run = run
         # What generation looks for on the outermost configuration.
         for key in ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings"):
             kwargs.setdefault(key, getattr(base_config, key, None))
         super().__init__(**kwargs)
+        # Found on the inner configuration through __getattr__, and copied; the inner one has it.
+        self.__dict__.pop("rope_parameters", None)
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> PretrainedConfig:
         """The very configuration of the model inside: masks and caches are made from it."""

@@ -4,12 +4,14 @@ Reading T tokens at once makes parallel passes until no position's z changes by 
 are exact whatever happens); reading one token is the recurrence itself, exact in one pass.
 """
 
-from typing import Any
+from importlib import import_module
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from contextready.errors import ContextReadyError
@@ -48,6 +50,8 @@ class ContextReadyForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore
         self.model = ContextReady(backbone, correction)
         self._no_split_modules = getattr(lm, "_no_split_modules", None)
         self.post_init()
+        # Left to itself, post_init looks for tied weights in direct children only.
+        self.all_tied_weights_keys = self.get_expanded_tied_weights_keys(all_submodels=True)
 
     @classmethod
     def wrap(cls, lm: PreTrainedModel, **settings: Any) -> "ContextReadyForCausalLM":
@@ -59,12 +63,15 @@ class ContextReadyForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore
         config.dtype = lm.dtype
         model = cls(config, lm)
         model.generation_config = lm.generation_config
-        return model.train(lm.training)
+        model.train(lm.training)
+        return model
 
     @property
     def lm(self) -> Any:
         """The causal language model inside."""
-        return self.model.backbone.lm  # type: ignore[union-attr]
+        backbone = self.model.backbone
+        assert isinstance(backbone, HFBackbone)
+        return backbone.lm
 
     def get_input_embeddings(self) -> nn.Module:
         """Tokens to e."""
@@ -104,14 +111,18 @@ class ContextReadyForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ContextReadyError("Give either input_ids or inputs_embeds.")
-        e_BTC: Tensor = self.model.backbone.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        if inputs_embeds is None:
+            assert input_ids is not None
+            inputs_embeds = self.model.backbone.embed(input_ids)
+        e_BTC = inputs_embeds
         if past_key_values is None and self._keeps_cache(use_cache, labels, attention_mask, position_ids):
             past_key_values = DynamicCache(config=self.config.get_text_config())
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
         if position_ids is None:
-            position_ids = _positions(e_BTC, attention_mask, past_key_values)
+            position_ids = _positions(e_BTC, attention_mask, past)
         loss_arguments = {key: kwargs.pop(key) for key in ("num_items_in_batch",) if key in kwargs}
         feed = Feed(past_key_values, {"attention_mask": attention_mask, "position_ids": position_ids, **kwargs})
-        result = self._solve(e_BTC, feed, position_ids, _valid(attention_mask, e_BTC), passes)
+        result = self._solve(e_BTC, feed, position_ids, attention_mask, past, passes)
         if past_key_values is not None:
             carrying_layer(past_key_values).remember(result.carried_BTC.detach())
 
@@ -129,7 +140,7 @@ class ContextReadyForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore
         )
 
     def _solve(
-        self, e_BTC: Tensor, feed: Feed, position_ids: Tensor, valid_BT: Tensor | None, passes: int | None
+        self, e_BTC: Tensor, feed: Feed, position_ids: Tensor, attention_mask: Any, past: Any, passes: int | None
     ) -> Pass:
         """The pass whose z is the answer; its keys and values are the ones left in the cache."""
         T = e_BTC.shape[1]
@@ -151,7 +162,8 @@ class ContextReadyForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore
             return recur(e_BTC, before_B1C, feed)
         if feed.cache is not None:
             feed.rewind = Rewind(feed.cache)
-        unroll = self.model.passes(e_BTC, State(feed, before_B1C, HISTORY), recur=recur)
+        valid_BT = _newest_columns(attention_mask, T, past)
+        unroll = self.model.passes(e_BTC, State(cast(Any, feed), before_B1C, HISTORY), recur=recur)
         result = next(unroll)
         for _ in range((T + 1 if passes is None else min(passes, T + 1)) - 1):
             before_BTC, result = result.z_BTC, next(unroll)
@@ -177,36 +189,42 @@ class ContextReadyForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore
         if model_kwargs.get("past_key_values") is not None:
             carrying_layer(model_kwargs["past_key_values"])
 
+    def create_masks_for_generate(self, config: Any, **kwargs: Any) -> Any:
+        """The masks of the model inside, made as it makes them."""
+        make = getattr(self.lm, "create_masks_for_generate", create_masks_for_generate)
+        return make(config=self.lm.config, **kwargs)
+
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Correction):
             initialise(module, self.config.correction_init)
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """Save weights and configuration, and with them the code that loads them where this package is not."""
-        if type(self).__module__ != __name__ or not __name__.startswith("contextready."):
-            super().save_pretrained(save_directory, **kwargs)
-            return
-        from contextready.hf.bundle import AUTO_MAP, write_code
-
-        self.config.auto_map = dict(AUTO_MAP)
-        write_code(save_directory)
+        if __name__ == "contextready.hf.modeling":
+            # By name: Hugging Face looks for imports in the text of this file, which goes along without that one.
+            bundle = import_module("contextready.hf.bundle")
+            self.config.auto_map = dict(bundle.AUTO_MAP)
+            bundle.write_code(save_directory)
         super().save_pretrained(save_directory, **kwargs)
 
 
-def _positions(e_BTC: Tensor, attention_mask: Any, cache: Cache | None) -> Tensor:
+def _positions(e_BTC: Tensor, attention_mask: Any, past: Any) -> Tensor:
     """Positions of the new tokens, counted from the first that is not padding."""
     T = e_BTC.shape[1]
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -T:]
-    past = 0 if cache is None else cache.get_seq_length()
+        counted_BS = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+        columns_BT = _newest_columns(counted_BS, T, past)
+        assert columns_BT is not None
+        return columns_BT
     return (torch.arange(T, device=e_BTC.device) + past)[None].expand(e_BTC.shape[0], -1)
 
 
-def _valid(attention_mask: Any, e_BTC: Tensor) -> Tensor | None:
-    """Which of the new tokens are not padding, where it is known."""
-    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-        return attention_mask[:, -e_BTC.shape[1] :].bool()
-    return None
+def _newest_columns(mask_BS: Any, T: int, past: Any) -> Tensor | None:
+    """What a mask over all tokens, or over all places of a static cache, says of the T new ones."""
+    if not isinstance(mask_BS, Tensor) or mask_BS.dim() != 2:
+        return None
+    first = 0 if mask_BS.shape[1] == T else int(past)
+    return mask_BS[:, first : first + T]
 
 
 @torch.no_grad()
@@ -216,7 +234,7 @@ def _change(before_BTC: Tensor, z_BTC: Tensor, valid_BT: Tensor | None) -> float
     wide = torch.promote_types(z_BTC.dtype, torch.float32)
     change_BT = (z_BTC.to(wide) - before_BTC.to(wide)).norm(dim=-1) / z_BTC.to(wide).norm(dim=-1)
     if valid_BT is not None:
-        change_BT = change_BT.masked_fill(~valid_BT, 0.0)
+        change_BT = change_BT.masked_fill(~valid_BT.bool(), 0.0)
     return float(change_BT.nan_to_num(0.0).max())
 
 

@@ -82,7 +82,8 @@ def find_blocks(lm: nn.Module) -> str:
             f"The blocks of {type(lm).__name__} were not found: no list of {layers} modules, as many as its "
             "configuration names layers; such a model cannot be converted."
         )
-    return min(lists, key=lambda name: name.count("."))
+    shallowest: str = min(lists, key=lambda name: name.count("."))
+    return shallowest
 
 
 @torch.no_grad()
@@ -140,7 +141,7 @@ def _refuse_other_memory(lm: Any) -> None:
 def _with_finish(lm: Any, found: Structure, z_BTC: Tensor, logits_BTV: Tensor) -> Structure | None:
     """What turns the projection into the model's logits exactly, among what its configuration names."""
     raw_BTV, config = found.logits(lm, z_BTC), lm.config.get_text_config()
-    tries = [("none", 1.0)]
+    tries: list[tuple[str, float | None]] = [("none", 1.0)]
     tries += [(kind, getattr(config, key, None)) for key in SCALES for kind in ("multiply", "divide")]
     tries += [("softcap", getattr(config, key, None)) for key in SOFTCAPS]
     for finish, factor in tries:

@@ -108,7 +108,9 @@ def open_models(words: Sequence[str]) -> list[Model]:
     for path in paths:
         checkpoint = open_checkpoint(Path(path))
         found.append(
-            Model(path, account(checkpoint.model_config), checkpoint.model(), _text(checkpoint.config["train"]["data"]))
+            Model(
+                path, account(checkpoint.native_config), checkpoint.model(), _text(checkpoint.config["train"]["data"])
+            )
         )
     for entry in entries(named) if named else []:
         torch.manual_seed(0)

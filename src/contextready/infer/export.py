@@ -27,6 +27,7 @@ def run_export(run: Path, out: Path, kind: str, tokens: int, data_folder: Path |
     if tokens < 0:
         raise ContextReadyError(f"--tokens {tokens} is no number of tokens; give 0 to measure nothing.")
     checkpoint = open_checkpoint(run)
+    checkpoint.native_config  # noqa: B018  (refuses models that have no graph of their own)
     block_size = checkpoint.config["train"]["block_size"]
     # Data that is missing is told before anything is written.
     windows = Windows(data_of(checkpoint, data_folder).row("val"), block_size, "validation") if tokens else None

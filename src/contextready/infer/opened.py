@@ -1,4 +1,4 @@
-"""Opening what is on disk for generation: a run, a checkpoint, or an exported file."""
+"""Opening what is on disk for generation: a run, a checkpoint, a folder of Hugging Face, or an exported file."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Opened:
 def open_for_generation(
     path: Path, kind: str | None = None, *, threads: int | None = None, device: str = "auto", **settings: Any
 ) -> Opened:
-    """Open a run, a checkpoint or an exported file; `settings` (solver, tolerance, …) go to an engine on torch."""
+    """Open a run, a checkpoint, a folder of Hugging Face or an exported file; `settings` (solver, tolerance, …) go to an engine on torch."""
     if kind is not None and kind not in ENGINES:
         raise ContextReadyError(f"Unknown engine '{kind}'; {nearest(kind, ENGINES)}")
     if path.suffix == EXPORTED:
@@ -64,9 +64,9 @@ def _open_checkpoint(path: Path, kind: str, threads: int | None, device: str, se
     from contextready.data.tokenizer import Tokenizer
     from contextready.device import find_device
     from contextready.infer.torch_engine import torch_engine
-    from contextready.train.checkpoint import open_checkpoint
+    from contextready.train.checkpoint import open_trained
 
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_trained(path)
     model, tokenizer = checkpoint.model().to(find_device(device)), Tokenizer.load(checkpoint.folder)
     if threads is not None:
         torch.set_num_threads(threads)

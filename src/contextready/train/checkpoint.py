@@ -7,6 +7,7 @@
         optimizer.safetensors   moments, by the names of the weights
         rng.safetensors         state of torch's generators
         trainer.json            step, data position, best validation, other generators
+        pretrained.json         of a model of Hugging Face: its configuration
         manifest.json           size and SHA-256 of each
 
 With parallel=fsdp weights and moments lie in PyTorch's distributed format instead (`sharded.py`). A checkpoint is
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from contextready.data.tokenizer import FILE as TOKENIZER_FILE
 from contextready.errors import ContextReadyError
+from contextready.extras import require
 from contextready.files import (
     check_sums,
     partial_name,
@@ -36,10 +38,12 @@ from contextready.files import (
     write_json,
     write_manifest,
 )
-from contextready.model.build import ModelConfig, build_model
+from contextready.hf.load import is_pretrained
+from contextready.model.build import ModelConfig
 from contextready.model.context_ready import ContextReady
 from contextready.model.transformer import Transformer
-from contextready.settings import build_settings
+from contextready.train.config import PretrainedModelConfig, build_model_settings
+from contextready.train.models import describe_model, rebuild_model
 from contextready.train.sharded import (
     METADATA,
     describe_saved,
@@ -52,6 +56,7 @@ from contextready.train.team import Team
 FORMAT = "contextready-checkpoint"
 FOLDER = "checkpoints"
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+PRETRAINED_FILE = "pretrained.json"
 TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json")
 
 
@@ -86,13 +91,38 @@ class Checkpoint:
     """Whether weights and moments are in the distributed format; its manifest says so, not a file that lies about."""
 
     @property
-    def model_config(self) -> ModelConfig:
+    def model_config(self) -> ModelConfig | PretrainedModelConfig:
         """The model's settings."""
-        return build_settings(ModelConfig, self.config["model"])
+        return build_model_settings(self.config["model"])
+
+    @property
+    def native_config(self) -> ModelConfig:
+        """The model's settings, where it is this package's own."""
+        config = self.model_config
+        if isinstance(config, ModelConfig):
+            return config
+        raise ContextReadyError(
+            f"{self.folder} holds a pretrained model of Hugging Face, for which this is not made; crt convert "
+            f"{self.folder} OUT writes it in that format."
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """The tokens it knows."""
+        config, described = self.model_config, self.described
+        if isinstance(config, ModelConfig):
+            return config.vocab_size
+        assert described is not None
+        return int(described["vocab_size"])
+
+    @property
+    def described(self) -> dict[str, Any] | None:
+        """What a pretrained model is besides its settings and weights."""
+        return read_json(self.folder / PRETRAINED_FILE) if "pretrained" in self.config["model"] else None
 
     def model(self) -> Transformer | ContextReady:
         """The trained model, on the CPU and ready to evaluate."""
-        model = build_model(self.model_config)
+        model = rebuild_model(self.model_config, self.described)
         load_weights(model, self.tensors("model"), self.folder)
         return model.eval()
 
@@ -133,6 +163,16 @@ def open_checkpoint(path: Path, best: bool = False, verify: bool = True) -> Chec
     return Checkpoint(folder, read_json(folder / "config.json"), _progress(folder), METADATA in manifest["files"])
 
 
+def open_trained(path: Path, best: bool = False) -> Checkpoint:
+    """Open a run or a checkpoint, or a folder with a model of Hugging Face."""
+    if not is_pretrained(path):
+        return open_checkpoint(path, best)
+    require("transformers", "hf")
+    from contextready.hf.folder import open_folder
+
+    return open_folder(path)
+
+
 def newest_checkpoint(run: Path) -> Path | None:
     """The folder of a run's newest checkpoint."""
     return max((run / FOLDER).glob("step-*"), default=None)
@@ -169,7 +209,8 @@ def save_checkpoint(
             if team.is_first:
                 if not sharded:
                     write_tensors(staging, weights, moments)
-                write_rest(staging, config, progress, generators, tokenizer_folder)
+                described = describe_model(model, build_model_settings(config["model"]))
+                write_rest(staging, config, progress, generators, tokenizer_folder, described)
         team.wait()
     if team.is_first:
         _prune(run, keep, progress.best_step)
@@ -185,12 +226,19 @@ def write_tensors(folder: Path, weights: dict[str, Tensor], moments: dict[str, T
 
 
 def write_rest(
-    folder: Path, config: dict[str, Any], progress: Progress, generators: dict[str, Tensor], tokenizer_folder: Path
+    folder: Path,
+    config: dict[str, Any],
+    progress: Progress,
+    generators: dict[str, Tensor],
+    tokenizer_folder: Path,
+    described: dict[str, Any] | None = None,
 ) -> None:
     """Everything of a checkpoint but weights and moments, and the manifest at last."""
     from safetensors.torch import save_file
 
     save_file(generators, folder / "rng.safetensors")
+    if described is not None:
+        write_json(folder / PRETRAINED_FILE, described)
     write_json(folder / "config.json", config)
     write_json(folder / "trainer.json", vars(progress) | {"rng": _other_generators()})
     for file in TOKENIZER_FILES:
@@ -245,7 +293,7 @@ def unshard(path: Path, out: Path) -> Path:
     config = checkpoint.config | {"train": checkpoint.config["train"] | {"parallel": "ddp"}}
     with staged_folder(out) as staging:
         write_tensors(staging, weights, moments)
-        for file in ("rng.safetensors", "trainer.json", *TOKENIZER_FILES):
+        for file in ("rng.safetensors", "trainer.json", PRETRAINED_FILE, *TOKENIZER_FILES):
             if (checkpoint.folder / file).is_file():
                 shutil.copyfile(checkpoint.folder / file, staging / file)
         write_json(staging / "config.json", config)

@@ -8,6 +8,7 @@ from typing import Any
 
 from contextready.errors import ContextReadyError
 from contextready.model.build import ModelConfig
+from contextready.model.correction import check_correction
 from contextready.settings import build_settings, nearest
 
 PAPER_PASSES = 5
@@ -152,10 +153,35 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class PretrainedModelConfig:
+    """A pretrained model of Hugging Face, made context-ready and trained further."""
+
+    pretrained: str
+    """Where it starts: a folder (crt convert makes one), a GGUF file, or a name on the Hugging Face Hub."""
+    correction: str | None = "add"
+    """add, concat or blind; memoryless: the same network without the past, a control; none: plain further training."""
+    correction_init: str = "zero"
+    """zero: the model starts as what it was; or random."""
+    tune: str = "all"
+    """all weights; correction: the pretrained ones stay; lora: they stay, beside low-rank adapters."""
+    lora_rank: int = 8
+    """Rank of the adapters of tune=lora, in every linear layer of the blocks."""
+
+    def __post_init__(self) -> None:
+        check_correction("add" if self.correction is None else self.correction, self.correction_init)
+        _one_of("tune", self.tune, ("all", "correction", "lora"))
+        _at_least("lora_rank", self.lora_rank, 1)
+        if self.tune != "lora" and self.lora_rank != PretrainedModelConfig.lora_rank:
+            raise ContextReadyError(f"lora_rank={self.lora_rank} is for tune=lora, and it is {self.tune}.")
+        if self.correction is None and self.tune == "correction":
+            raise ContextReadyError("tune=correction with correction=none leaves nothing to train; set tune=all.")
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A model and how to train it."""
 
-    model: ModelConfig
+    model: ModelConfig | PretrainedModelConfig
     train: TrainConfig
 
     def as_dict(self) -> dict[str, Any]:
@@ -164,6 +190,7 @@ class RunConfig:
 
 
 MODEL_KEYS = [field.name for field in dataclasses.fields(ModelConfig)]
+PRETRAINED_KEYS = [field.name for field in dataclasses.fields(PretrainedModelConfig)]
 TRAIN_KEYS = [field.name for field in dataclasses.fields(TrainConfig)]
 FREE_ON_RESUME = {
     *("data", "out", "steps", "eval_every", "save_every", "keep", "log_every"),
@@ -173,15 +200,27 @@ FREE_ON_RESUME = {
 
 def build_run(settings: Mapping[str, Any]) -> RunConfig:
     """Make a run from flat settings of model and training together; `vocab_size` must be among them."""
+    kind = PretrainedModelConfig if settings.get("pretrained") is not None else ModelConfig
+    ours, others = (PRETRAINED_KEYS, MODEL_KEYS) if kind is PretrainedModelConfig else (MODEL_KEYS, PRETRAINED_KEYS)
     for key in settings:
-        if key not in MODEL_KEYS and key not in TRAIN_KEYS:
-            raise ContextReadyError(f"Unknown setting '{key}'; {nearest(key, [*MODEL_KEYS, *TRAIN_KEYS])}")
-    model = build_settings(ModelConfig, {key: value for key, value in settings.items() if key in MODEL_KEYS})
+        if key in others and key not in ours:
+            why = "is the pretrained model's own" if key in MODEL_KEYS else "is for pretrained=, which is not set"
+            raise ContextReadyError(f"{key}={settings[key]} {why}; leave {key} out.")
+        if key not in ours and key not in TRAIN_KEYS:
+            raise ContextReadyError(f"Unknown setting '{key}'; {nearest(key, [*ours, *TRAIN_KEYS])}")
+    model = build_model_settings({key: value for key, value in settings.items() if key in ours})
     train = build_settings(TrainConfig, {key: value for key, value in settings.items() if key in TRAIN_KEYS})
     return RunConfig(model, _settle_passes(model, train))
 
 
-def _settle_passes(model: ModelConfig, train: TrainConfig) -> TrainConfig:
+def build_model_settings(values: Mapping[str, Any]) -> ModelConfig | PretrainedModelConfig:
+    """The settings of a model, of the kind that they are of."""
+    if "pretrained" in values:
+        return build_settings(PretrainedModelConfig, values)
+    return build_settings(ModelConfig, values)
+
+
+def _settle_passes(model: ModelConfig | PretrainedModelConfig, train: TrainConfig) -> TrainConfig:
     """Fill in K: a transformer makes one pass, a context-ready model the paper's five unless told otherwise."""
     if model.correction is None:
         if train.passes not in (None, 1):
@@ -225,7 +264,7 @@ def check_same_run(theirs: Mapping[str, Any], ours: RunConfig, where: str) -> No
     mine = ours.as_dict()
     # The cosine's rate depends on how many steps there are; otherwise a run may be made longer.
     free = FREE_ON_RESUME - ({"steps"} if ours.train.schedule == "cosine" else set())
-    for part, cls in (("model", ModelConfig), ("train", TrainConfig)):
+    for part, cls in (("model", type(ours.model)), ("train", TrainConfig)):
         defaults = {field.name: field.default for field in dataclasses.fields(cls)}
         # The gradient first: how many passes there are follows from it.
         for key, value in sorted(mine[part].items(), key=lambda setting: setting[0] != "gradient"):

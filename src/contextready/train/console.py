@@ -5,10 +5,10 @@ import json
 import signal
 from collections.abc import Sequence
 
-from contextready.model.accounting import account
 from contextready.train.config import RunConfig
 from contextready.train.cost import step_macs
 from contextready.train.display import ConsoleDisplay
+from contextready.train.models import cost_of
 from contextready.train.plan import make_plan
 from contextready.train.recipes import load_recipe, recipe_names, resolve
 from contextready.train.sharded import METADATA
@@ -47,19 +47,21 @@ def print_recipes() -> None:
     for name in recipe_names():
         s = load_recipe(name)
         kind = s.get("correction") or ("+ FFN" if s.get("extra_ffn") else "")
-        depth = f"{'D' if s.get('correction') else 'N'}={s['layers']} C={s['width']} {kind}"
+        shape = (
+            f"{'D' if s.get('correction') else 'N'}={s['layers']} C={s['width']}" if "layers" in s else "pretrained="
+        )
         least = s.get("k_min")
         drawn = "" if least in (None, "none") else f"{least}–"
         passes = f"{drawn}{s['passes']}" if "passes" in s else ""
         batch = s["batch_size"] * s.get("accumulate", 1)
-        table.add_row(name, depth, f"{batch}×{s['block_size']}", f"{s['steps']:,}", passes)
+        table.add_row(name, f"{shape} {kind}", f"{batch}×{s['block_size']}", f"{s['steps']:,}", passes)
     Console().print(table)
     print("A model's name alone, such as owt-d5-c1120, means the first experiment that lists it.")
 
 
 def print_settings(config: RunConfig) -> None:
     """The settings a run would have, and its size, as JSON; nothing is trained."""
-    cost, t = account(config.model), config.train
+    cost, t = cost_of(config.model), config.train
     per_step = step_macs(cost, t)
     summary = {
         "parameters": cost.parameters,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from contextready.model.build import build_model
+from contextready.model.build import ModelConfig, build_model
 from contextready.model.context_ready import ContextReady
 from contextready.solve.bptt import Stream
 from contextready.train.config import RunConfig
@@ -23,6 +23,7 @@ def step_bytes(config: RunConfig, sequences: int, bf16: bool, gradients_stay: bo
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     t = config.train
+    assert isinstance(config.model, ModelConfig)
     with torch.device("meta"):
         model = build_model(config.model)
     with FakeTensorMode():

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from contextready.errors import ContextReadyError
 from contextready.model.accounting import account
+from contextready.model.build import ModelConfig
 from contextready.train.config import RunConfig, check_for_team
 from contextready.train.cost import recomputed_macs, step_macs
 from contextready.train.memory import step_bytes
@@ -46,6 +47,10 @@ def make_plan(config: RunConfig, gpus: int) -> Plan:
     if gpus < 1:
         raise ContextReadyError(f"--gpus {gpus} is too few; give at least 1.")
     check_for_team(config, gpus)
+    if not isinstance(config.model, ModelConfig):
+        raise ContextReadyError(
+            "crt plan is for this package's own models; for a pretrained one crt train --dry-run prints the cost."
+        )
     t, cost = config.train, account(config.model)
     # Where "auto" is bf16 depends on the hardware; a GPU that trains at scale has it.
     bf16 = t.precision in ("auto", "bf16") and t.gradient != "bptt"

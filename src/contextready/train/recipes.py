@@ -74,13 +74,13 @@ def _paper_recipe(experiment: str, model: str, settings: Settings) -> Settings:
 def resolve(recipe: str, words: Sequence[str]) -> RunConfig:
     """A recipe and the `key=value` words after it as a checked run; what is left out comes from data and origin."""
     settings = load_recipe(recipe) | parse_assignments(words)
-    for key in ("data", "out", "init_from"):
+    for key in ("data", "out", "init_from", "pretrained"):
         # A path written as a number or a date in YAML is still a path.
         if settings.get(key) is not None:
             settings[key] = str(settings[key])
     if "correction_init" not in settings and (begins := _correction_init(settings)) is not None:
         settings["correction_init"] = begins
-    if "vocab_size" not in settings and "data" in settings:
+    if "vocab_size" not in settings and "pretrained" not in settings and "data" in settings:
         settings["vocab_size"] = Data(Path(settings["data"]), verify=()).vocab_size
     return build_run(settings)
 
@@ -94,7 +94,7 @@ def _correction_init(settings: Settings) -> str | None:
     start, kind = settings.get("init_from"), settings.get("correction")
     if start is None or start.lower() == "none" or kind not in CORRECTIONS or not CORRECTIONS[kind].has_output_layer:
         return None
-    return "zero" if open_checkpoint(Path(start)).model_config.correction is None else None
+    return "zero" if open_checkpoint(Path(start)).native_config.correction is None else None
 
 
 def _read(path: Path) -> Settings:

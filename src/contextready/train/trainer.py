@@ -21,14 +21,14 @@ from contextready.data.shards import SPLITS, Data
 from contextready.device import find_device, multiplies_bf16
 from contextready.errors import ContextReadyError
 from contextready.files import locked, write_json
-from contextready.model.accounting import account
-from contextready.model.build import build_model
+from contextready.model.build import ModelConfig
 from contextready.model.context_ready import ContextReady
 from contextready.model.transformer import Transformer
 from contextready.train import checkpoint as checkpoints
 from contextready.train.config import RunConfig, check_for_team, check_same_run
 from contextready.train.cost import sequence_macs
 from contextready.train.metrics import Metrics, Record
+from contextready.train.models import check_tokenizer, cost_of, start_model
 from contextready.train.objective import Objective
 from contextready.train.schedule import learning_rate, passes_of_step
 from contextready.train.team import Team, joined, local_part, whole_tensor
@@ -84,20 +84,21 @@ class Trainer:
         self.team.let_first(lambda: Data(Path(t.data), SPLITS if t.verify_data else ()))
         self.data = Data(Path(t.data), verify=())
         self.data.tokenizer()
-        if self.data.vocab_size > config.model.vocab_size:
+        check_tokenizer(config.model, self.data.tokenizer_sha256, self.data.folder)
+        if isinstance(config.model, ModelConfig) and self.data.vocab_size > config.model.vocab_size:
             raise ContextReadyError(
                 f"The data {t.data} has {self.data.vocab_size:,} kinds of tokens, more than "
                 f"vocab_size={config.model.vocab_size}; raise it or use the data's own by leaving it out."
             )
         self.batches = Batches(self.data.row("train"), t.block_size, t.seed)
         self.validation = Windows(self.data.row("val"), t.block_size, "validation")
-        self.account = account(config.model)
-        self.macs = cache(partial(sequence_macs, self.account, t))
         self.device = self.team.device
 
         newest = self._newest()
         torch.manual_seed(t.seed)
-        self.model = build_model(config.model).to(self.device)
+        self.model = start_model(config.model).to(self.device)
+        self.account = cost_of(config.model, self.model)
+        self.macs = cache(partial(sequence_macs, self.account, t))
         if newest is None and t.init_from is not None:
             load_origin(self.model, config, checkpoints.open_checkpoint(Path(t.init_from)), self.data)
         self.objective = Objective(
@@ -307,7 +308,9 @@ class Trainer:
         kind = "transformer" if self.config.model.correction is None else "context-ready"
         team = "" if self.team.size == 1 else f", {self.team.size} processes ({self.config.train.parallel})"
         precision = "bf16" if self.bf16 else "fp32"
-        return f"{self.account.parameters:,} parameters, {kind}, {self.device}, {precision}{team}"
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        frozen = "" if trained == self.account.parameters else f" ({trained:,} trained)"
+        return f"{self.account.parameters:,} parameters{frozen}, {kind}, {self.device}, {precision}{team}"
 
 
 class Interrupts:
@@ -347,7 +350,7 @@ def load_origin(
     """Start from the weights of a checkpoint: the whole model, or its blocks where the origin is a transformer."""
     for key in ("heads", "window", "rope_base"):
         # These change what the weights mean without changing their shapes.
-        theirs, ours = getattr(origin.model_config, key), getattr(config.model, key)
+        theirs, ours = getattr(origin.native_config, key), getattr(config.model, key)
         if theirs != ours:
             raise ContextReadyError(f"{origin.folder} was trained with {key}={theirs}, not {ours}; set {key}={theirs}.")
     if origin.progress.tokenizer_sha256 != data.tokenizer_sha256:
@@ -355,7 +358,7 @@ def load_origin(
             f"{origin.folder} was trained with another tokenizer than the data {data.folder}; prepare the data with "
             f"crt data prepare --tokenizer {origin.folder}."
         )
-    converts = isinstance(model, ContextReady) and origin.model_config.correction is None
+    converts = isinstance(model, ContextReady) and origin.native_config.correction is None
     target = model.backbone if converts and isinstance(model, ContextReady) else model
     assert isinstance(target, nn.Module)
     checkpoints.load_weights(target, origin.tensors("model"), origin.folder)
@@ -364,8 +367,9 @@ def load_origin(
 def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
     """AdamW, fused; matrices decay, vectors do not."""
     t = config.train
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.dim() >= 2]
+    vectors = [p for p in trained if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": t.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     fused = next(model.parameters()).device.type in ("cpu", "cuda", "mps")
     return torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), fused=fused)

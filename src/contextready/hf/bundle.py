@@ -1,0 +1,62 @@
+"""The code that goes with saved weights, so that `trust_remote_code` loads them where this package is not installed.
+
+Hugging Face copies the files of a model's folder, all side by side, and follows relative imports. So every module that
+`hf/modeling.py` needs is written as one file, named by its path, and its imports are made relative.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+PACKAGE = "contextready"
+ENTRY = f"{PACKAGE}.hf.modeling"
+ROOT = Path(__file__).parent.parent
+
+
+def file_stem(module: str) -> str:
+    """contextready.hf.modeling → contextready_hf_modeling."""
+    return module.replace(".", "_")
+
+
+AUTO_MAP = {
+    "AutoConfig": f"{file_stem(ENTRY)}.ContextReadyConfig",
+    "AutoModelForCausalLM": f"{file_stem(ENTRY)}.ContextReadyForCausalLM",
+}
+HEADER = "# Part of contextready, the context-ready transformer. Apache License 2.0. Written by save_pretrained.\n"
+
+
+def write_code(folder: str | Path) -> None:
+    """Write the modules that a saved model needs into its folder."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for module, source in needed_modules().items():
+        (folder / f"{file_stem(module)}.py").write_text(HEADER + made_relative(source), encoding="utf-8")
+
+
+def needed_modules() -> dict[str, str]:
+    """The source of every module of this package that the model imports, directly or not, by its name."""
+    found: dict[str, str] = {}
+    waiting = [ENTRY]
+    while waiting:
+        module = waiting.pop()
+        if module in found:
+            continue
+        source = (ROOT / Path(*module.split(".")[1:])).with_suffix(".py").read_text(encoding="utf-8")
+        found[module] = source
+        waiting += _imported(source)
+    return dict(sorted(found.items()))
+
+
+def made_relative(source: str) -> str:
+    """The source with its imports of this package turned into imports of the file beside it."""
+    theirs = rf"^(\s*)from ({PACKAGE}(?:\.\w+)+) import"
+    return re.sub(theirs, lambda found: f"{found[1]}from .{file_stem(found[2])} import", source, flags=re.M)
+
+
+def _imported(source: str) -> list[str]:
+    """Modules of this package that are imported when the module is."""
+    return [
+        node.module
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith(f"{PACKAGE}.")
+    ]

@@ -1,0 +1,141 @@
+"""Training a pretrained model with `crt train`: what is trained of it, and how it comes back from a checkpoint."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from contextready.errors import ContextReadyError
+from contextready.extras import require
+from contextready.hf.backbone import HFBackbone
+from contextready.hf.load import load_lm
+from contextready.hf.modeling import ContextReadyForCausalLM
+from contextready.hf.structure import Structure, find_structure
+from contextready.model.accounting import Account
+from contextready.model.build import ModelConfig
+from contextready.model.context_ready import ContextReady
+from contextready.model.correction import CORRECTIONS, Nothing, build_correction
+from contextready.model.transformer import FFN
+from contextready.train.config import PretrainedModelConfig
+
+
+def start(config: PretrainedModelConfig) -> ContextReady:
+    """The model to train, from the pretrained weights; a plain model gets a fresh correction, or none."""
+    loaded = load_lm(config.pretrained)
+    if not isinstance(loaded, ContextReadyForCausalLM):
+        backbone = HFBackbone(loaded, find_structure(loaded))
+        return _prepared(_corrected(backbone, config), config)
+    theirs = loaded.config.correction
+    if config.correction == theirs:
+        return _prepared(loaded.model, config)
+    if not _is_fresh(loaded.model.correction):
+        raise ContextReadyError(
+            f"{config.pretrained} has a trained correction of the kind {theirs}; set correction={theirs}, or start "
+            "from the model it was made of."
+        )
+    inner = loaded.model.backbone
+    assert isinstance(inner, HFBackbone)
+    return _prepared(_corrected(inner, config), config)
+
+
+def rebuild(config: PretrainedModelConfig, description: dict[str, Any]) -> ContextReady:
+    """The same model without its weights, as `describe` described it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(**description["base_config"]), dtype=torch.float32)
+    backbone = HFBackbone(lm, Structure.from_dict(description["structure"]))
+    return _prepared(_corrected(backbone, config, description["correction_bias"]), config)
+
+
+def describe(model: ContextReady) -> dict[str, Any]:
+    """What `rebuild` needs, as plain JSON values."""
+    backbone = model.backbone
+    assert isinstance(backbone, HFBackbone)
+    base = backbone.lm.config.to_dict()
+    return {
+        "base_config": base,
+        "vocab_size": backbone.lm.config.get_text_config().vocab_size,
+        "structure": backbone.structure.as_dict(),
+        "correction_bias": any(name.endswith("bias") for name, _ in model.correction.named_parameters()),
+        "generation_config": backbone.lm.generation_config.to_diff_dict(),
+    }
+
+
+def cost(model: ContextReady, kind: str | None) -> Account:
+    """Multiply-accumulates and parameters: every matrix of the blocks and of the head once per token."""
+    backbone = model.backbone
+    assert isinstance(backbone, HFBackbone)
+    inner = backbone.lm.config.get_text_config()
+    heads = inner.num_attention_heads
+    head_size = getattr(inner, "head_dim", None) or backbone.width // heads
+    head = {id(p): p for name in backbone.structure.head for p in backbone.lm.get_submodule(name).parameters()}
+    return Account(
+        config=ModelConfig(
+            vocab_size=inner.vocab_size,
+            # Of attention, which may be wider or narrower than the model.
+            width=heads * head_size,
+            layers=inner.num_hidden_layers,
+            heads=heads,
+            correction=kind,
+        ),
+        macs_blocks=_matrices(backbone.lm.get_submodule(backbone.structure.blocks).parameters()),
+        macs_correction=0 if kind is None else CORRECTIONS[kind].macs_per_width_squared * backbone.width**2,
+        macs_head=_matrices(head.values()),
+        parameters=sum(p.numel() for p in model.parameters()),
+        embedding_parameters=backbone.lm.get_input_embeddings().weight.numel(),
+        correction_parameters=sum(p.numel() for p in model.correction.parameters()),
+    )
+
+
+def merge(model: ContextReady) -> None:
+    """Put what LoRA has learnt into the weights it stands beside, and take it away."""
+    peft = require("peft.tuners.tuners_utils", "hf")
+    for name, part in list(model.named_modules()):
+        if isinstance(part, peft.BaseTunerLayer):
+            part.merge()
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, part.get_base_layer())
+    for p in model.parameters():
+        p.requires_grad_(True)
+
+
+def _is_fresh(correction: nn.Module) -> bool:
+    """Whether nothing was learnt yet: the output layer is zero."""
+    ffn = getattr(correction, "ffn", None)
+    return isinstance(ffn, FFN) and not bool(ffn.down.weight.any())
+
+
+def _matrices(parameters: Any) -> int:
+    return sum(p.numel() for p in parameters if p.dim() == 2)
+
+
+def _corrected(backbone: HFBackbone, config: PretrainedModelConfig, bias: bool = False) -> ContextReady:
+    if config.correction is None:
+        return ContextReady(backbone, Nothing(backbone))
+    return ContextReady(backbone, build_correction(config.correction, backbone, config.correction_init, bias))
+
+
+def _prepared(model: ContextReady, config: PretrainedModelConfig) -> ContextReady:
+    """Freeze what is not trained, and add the adapters."""
+    backbone = model.backbone
+    assert isinstance(backbone, HFBackbone)
+    if config.tune != "all":
+        for p in backbone.parameters():
+            p.requires_grad_(False)
+    if config.tune == "lora":
+        peft = require("peft", "hf")
+        adapters = peft.LoraConfig(
+            r=config.lora_rank, lora_alpha=2 * config.lora_rank, target_modules=_linears_in_blocks(backbone)
+        )
+        peft.inject_adapter_in_model(adapters, backbone.lm)
+    for p in model.correction.parameters():
+        p.requires_grad_(True)
+    return model
+
+
+def _linears_in_blocks(backbone: HFBackbone) -> list[str]:
+    """Every linear layer of every block, by its full name."""
+    prefix = backbone.structure.blocks
+    blocks = backbone.lm.get_submodule(prefix)
+    kinds = (nn.Linear, require("transformers.pytorch_utils", "hf").Conv1D)
+    return [f"{prefix}.{name}" for name, part in blocks.named_modules() if isinstance(part, kinds)]

@@ -1,0 +1,54 @@
+"""A folder of Hugging Face where a run or checkpoint of this package is expected: to evaluate it, to generate."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from contextready.errors import ContextReadyError
+from contextready.hf.backbone import HFBackbone
+from contextready.hf.load import load_lm, native_tokenizer
+from contextready.hf.modeling import ContextReadyForCausalLM
+from contextready.hf.structure import find_structure
+from contextready.model.context_ready import ContextReady
+from contextready.model.correction import Nothing
+from contextready.train.checkpoint import Checkpoint, Progress
+
+LONGEST = 1024
+"""Tokens in a window of an evaluation, unless the model knows fewer positions or more are asked for."""
+
+
+@dataclass(frozen=True)
+class PretrainedFolder(Checkpoint):
+    """A model in the format of Hugging Face, context-ready or not, behind what a checkpoint offers."""
+
+    lm: Any
+
+    @property
+    def vocab_size(self) -> int:
+        """The tokens it knows."""
+        size: int = self.lm.config.get_text_config().vocab_size
+        return size
+
+    def model(self) -> ContextReady:
+        """The model, on the CPU and ready to evaluate; one that is not context-ready has no correction."""
+        if isinstance(self.lm, ContextReadyForCausalLM):
+            return self.lm.model
+        backbone = HFBackbone(self.lm, find_structure(self.lm))
+        return ContextReady(backbone, Nothing(backbone)).eval()
+
+
+def open_folder(path: Path) -> PretrainedFolder:
+    """Open a folder that `save_pretrained` or `crt convert` wrote."""
+    lm = load_lm(str(path))
+    tokenizer = native_tokenizer(str(path))
+    if tokenizer is None:
+        raise ContextReadyError(f"{path} has no tokenizer.json, by which this package reads text; save a fast one.")
+    known = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or LONGEST
+    passes = lm.config.passes if isinstance(lm, ContextReadyForCausalLM) else 1
+    return PretrainedFolder(
+        folder=path,
+        config={"model": {}, "train": {"data": None, "block_size": min(known, LONGEST), "passes": passes}},
+        progress=Progress(tokenizer_sha256=tokenizer.sha256),
+        sharded=False,
+        lm=lm,
+    )

@@ -1,0 +1,171 @@
+"""Opening pretrained models: a Hugging Face folder, a name on the Hub, a GGUF file, or a run of this package."""
+
+import json
+import re
+import struct
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from contextready.data.tokenizer import FILE, Tokenizer
+from contextready.errors import ContextReadyError
+from contextready.extras import require
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+GGUF = ".gguf"
+
+
+def is_pretrained(path: str | Path) -> bool:
+    """Whether this is a folder with a model in the format of Hugging Face."""
+    return "model_type" in _config_in(Path(path))
+
+
+def load_model(source: str, device: str = "cpu", dtype: Any = torch.float32) -> tuple[Any, Any]:
+    """A causal language model, context-ready or not, and its tokenizer; a run of this package is converted in memory.
+
+    A plain name is looked for on the Hub; `dtype="auto"` keeps the weights' own type.
+    """
+    path = Path(source)
+    if path.is_dir() and not is_pretrained(path):
+        from contextready.hf.native import from_native
+
+        model, tokenizer = from_native(path)
+        return model.to(device), tokenizer
+    return load_lm(source, dtype).to(device).eval(), load_tokenizer(source)
+
+
+def load_lm(source: str, dtype: Any = torch.float32) -> Any:
+    """A causal language model by a folder, a name on the Hub or a GGUF file; weights must be safetensors or GGUF."""
+    require("transformers", "hf")
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    import contextready.hf.modeling  # noqa: F401  (registers its classes)
+
+    where = _where(source)
+    with quiet():
+        config = _load_config(source, where)
+        if config.is_encoder_decoder:
+            raise ContextReadyError(
+                f"{source} is an encoder-decoder model ({config.model_type}); only decoders that read left to right "
+                "can be converted."
+            )
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ContextReadyError(
+                f"{source} is no causal language model: transformers knows none of the kind {config.model_type}."
+            )
+        try:
+            lm = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, use_safetensors=True).eval()
+        except ContextReadyError:
+            raise
+        except Exception as error:
+            _refuse(source, error)
+    if "gguf_file" in where:
+        # The weights are plain numbers now; saved with them, this would have them read as quantised.
+        del lm.config.quantization_config
+    return lm
+
+
+def load_tokenizer(source: str) -> Any:
+    """The tokenizer of a model, as transformers opens it."""
+    require("transformers", "hf")
+    from transformers import AutoTokenizer
+
+    with quiet():
+        try:
+            return AutoTokenizer.from_pretrained(**_where(source, weights=False))
+        except Exception as error:
+            raise ContextReadyError(f"{source} has no tokenizer that can be opened: {_first_line(error)}") from None
+
+
+def native_tokenizer(source: str) -> Tokenizer | None:
+    """The tokenizer of a model as this package reads it, where it is a fast one with an end token."""
+    folder = Path(source)
+    if (folder / FILE).is_file():
+        return Tokenizer.load(folder)
+    loaded = load_tokenizer(source)
+    inner = getattr(loaded, "backend_tokenizer", None)
+    return None if inner is None else Tokenizer(inner, loaded.eos_token)
+
+
+def _where(source: str, weights: bool = True) -> dict[str, str]:
+    """The arguments by which transformers finds it; what cannot be a model is refused here."""
+    path = Path(source)
+    if path.suffix == GGUF:
+        require("gguf", "hf")
+        require("accelerate", "hf")
+        _check_gguf(path)
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    if path.is_dir():
+        if weights and "model_type" not in _config_in(path):
+            raise ContextReadyError(f"{source} is no model: it has no config.json that names a model_type.")
+        if weights and not any(path.glob("*.safetensors")):
+            pickled = sorted(file.name for kind in PICKLED for file in path.glob(kind))
+            if pickled:
+                raise ContextReadyError(
+                    f"The weights of {source} are pickled ({pickled[0]}), which can run code when they are read; save "
+                    "them as safetensors first: model.save_pretrained(FOLDER)."
+                )
+            raise ContextReadyError(f"{source} holds no weights: there is no .safetensors file in it.")
+        return {"pretrained_model_name_or_path": source}
+    if path.exists() or not HUB_NAME.fullmatch(source):
+        raise ContextReadyError(
+            f"There is no model at {source}; give a folder, a .gguf file, or a name on the Hugging Face Hub."
+        )
+    return {"pretrained_model_name_or_path": source}
+
+
+def _check_gguf(path: Path) -> None:
+    if not path.is_file():
+        raise ContextReadyError(f"There is no file {path}.")
+    with path.open("rb") as file:
+        head = file.read(8)
+    if head[:4] != b"GGUF" or len(head) < 8 or struct.unpack("<I", head[4:])[0] not in (2, 3):
+        raise ContextReadyError(f"{path} is not a GGUF file of version 2 or 3.")
+
+
+def _load_config(source: str, where: dict[str, str]) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(**where)
+    except Exception as error:
+        _refuse(source, error)
+
+
+def _refuse(source: str, error: Exception) -> NoReturn:
+    raise ContextReadyError(f"{source} cannot be opened as a model: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") + "." if lines else f"{type(error).__name__}."
+
+
+def _config_in(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+@contextmanager
+def quiet() -> "Iterator[None]":
+    """Hold transformers' progress bars and remarks back for a while."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

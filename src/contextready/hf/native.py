@@ -1,0 +1,139 @@
+"""Between this package's checkpoints and the format of Hugging Face, both ways, without losing a bit."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from contextready.data.tokenizer import FILE, Tokenizer
+from contextready.errors import ContextReadyError
+from contextready.files import staged_folder
+from contextready.hf.backbone import HFBackbone
+from contextready.hf.finetune import merge
+from contextready.hf.load import load_tokenizer
+from contextready.hf.modeling import (
+    BaseTransformerConfig,
+    BaseTransformerForCausalLM,
+    ContextReadyConfig,
+    ContextReadyForCausalLM,
+)
+from contextready.model.build import ModelConfig
+from contextready.model.context_ready import ContextReady
+from contextready.model.correction import Nothing
+from contextready.model.transformer import Transformer
+from contextready.train.checkpoint import Checkpoint, Progress, load_weights, open_checkpoint, write_rest, write_tensors
+from contextready.train.config import PAPER_PASSES, TrainConfig
+
+
+def from_native(path: Path, best: bool = False) -> tuple[Any, Any]:
+    """The model of a run or checkpoint as Hugging Face has it, and its tokenizer."""
+    checkpoint = open_checkpoint(path, best)
+    model = checkpoint.model()
+    if not isinstance(checkpoint.model_config, ModelConfig):
+        assert isinstance(model, ContextReady)
+        return _of_pretrained(checkpoint, model), _tokenizer_of_pretrained(checkpoint)
+    run = {"config": checkpoint.config, "progress": asdict(checkpoint.progress)}
+    tokenizer = _tokenizer(checkpoint.folder)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.eos_token_id}
+    config, train = checkpoint.native_config, checkpoint.config["train"]
+    plain = isinstance(model, Transformer)
+    lm = BaseTransformerForCausalLM(
+        BaseTransformerConfig.of(config, train["block_size"], run=run if plain else None, **ends)
+    )
+    trained = model if isinstance(model, Transformer) else model.backbone
+    assert isinstance(trained, Transformer)
+    load_weights(lm.model.native, dict(trained.named_parameters()), checkpoint.folder)
+    if isinstance(model, Transformer):
+        return lm.eval(), tokenizer
+    ready = ContextReadyForCausalLM.wrap(
+        lm,
+        correction=config.correction,
+        correction_init=config.correction_init,
+        correction_bias=config.bias,
+        passes=train["passes"] or PAPER_PASSES,
+        run=run,
+        **ends,
+    )
+    load_weights(ready.model.correction, dict(model.correction.named_parameters()), checkpoint.folder)
+    return ready.eval(), tokenizer
+
+
+def to_native(source: Path, model: Any, out: Path) -> Path:
+    """Write a model of this package, from the format of Hugging Face, as a checkpoint without optimizer."""
+    is_ready = isinstance(model, ContextReadyForCausalLM)
+    lm = model.lm if is_ready else model
+    if not isinstance(lm, BaseTransformerForCausalLM):
+        raise ContextReadyError(
+            f"{source} is a {type(lm).__name__}, which has no native form; crt train convert pretrained={source} "
+            "trains it as it is."
+        )
+    weights = {name: p.detach() for name, p in lm.model.native.named_parameters()}
+    if is_ready:
+        weights = {f"backbone.{name}": p for name, p in weights.items()}
+        weights |= {f"correction.{name}": p.detach() for name, p in model.model.correction.named_parameters()}
+    tokenizer = Tokenizer.load(source)
+    known = model.config.run or _native_settings(model.config, lm.config, is_ready, tokenizer)
+    with staged_folder(out) as staging:
+        write_tensors(staging, weights, {})
+        write_rest(staging, known["config"], Progress(**known["progress"]), {"cpu": torch.get_rng_state()}, source)
+    return out
+
+
+def _native_settings(config: Any, base: BaseTransformerConfig, is_ready: bool, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Settings of a model that was made in transformers, without a run of this package."""
+    shape = asdict(base.native())
+    kind = {"correction": config.correction, "correction_init": config.correction_init} if is_ready else {}
+    train = TrainConfig(
+        data="", out="", block_size=base.max_position_embeddings, passes=config.passes if is_ready else 1
+    )
+    return {
+        "config": {"model": asdict(ModelConfig(**shape, **kind)), "train": asdict(train)},
+        "progress": asdict(Progress(tokenizer_sha256=tokenizer.sha256)),
+    }
+
+
+def _of_pretrained(checkpoint: Checkpoint, model: ContextReady) -> Any:
+    """What training made of a pretrained model."""
+    if checkpoint.config["model"]["tune"] == "lora":
+        merge(model)
+    for p in model.parameters():
+        p.requires_grad_(True)
+    backbone, described = model.backbone, checkpoint.described
+    assert isinstance(backbone, HFBackbone)
+    assert described is not None
+    from transformers import GenerationConfig
+
+    lm = backbone.lm
+    lm.generation_config = GenerationConfig(**described["generation_config"])
+    if isinstance(model.correction, Nothing):
+        return lm.eval()
+    config = ContextReadyConfig(
+        base_config=lm.config,
+        structure=backbone.structure.as_dict(),
+        correction=checkpoint.config["model"]["correction"],
+        correction_init=checkpoint.config["model"]["correction_init"],
+        correction_bias=described["correction_bias"],
+        passes=checkpoint.config["train"]["passes"] or PAPER_PASSES,
+    )
+    ready = ContextReadyForCausalLM(config, lm)
+    ready.generation_config = lm.generation_config
+    load_weights(ready.model.correction, dict(model.correction.named_parameters()), checkpoint.folder)
+    return ready.eval()
+
+
+def _tokenizer_of_pretrained(checkpoint: Checkpoint) -> Any:
+    """The tokenizer that the model came with, chat template and all; where it is gone, what the checkpoint keeps."""
+    try:
+        return load_tokenizer(checkpoint.config["model"]["pretrained"])
+    except ContextReadyError:
+        return _tokenizer(checkpoint.folder)
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    end = Tokenizer.load(folder).end
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / FILE), eos_token=end, bos_token=end, clean_up_tokenization_spaces=False
+    )
