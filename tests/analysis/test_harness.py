@@ -1,6 +1,5 @@
 """lm-evaluation-harness on small random models: its figures are those of the log-likelihoods, computed by hand."""
 
-import argparse
 import json
 import math
 import re
@@ -14,7 +13,8 @@ from hf_helpers import FAMILIES, LLAMA_LIKE, randomise, tiny_lm
 
 from contextready import ContextReadyError
 from contextready.analysis.harness import TASKS, open_tasks, run_tasks, score
-from contextready.analysis.harness_console import add_task_options, run
+from contextready.analysis.harness_console import run
+from contextready.cli import build_parser
 from contextready.data.tokenizer import END, Tokenizer
 from contextready.hf.modeling import ContextReadyForCausalLM
 
@@ -217,12 +217,7 @@ def test_the_plain_harness_scores_the_same_from_a_yaml_file(base, tokenizer, fil
 
 
 def parse(*words):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", action="store_true")
-    add_task_options(parser)
-    return parser.parse_args([str(word) for word in words])
+    return build_parser().parse_args(["eval", *(str(word) for word in words)])
 
 
 def test_models_are_printed_side_by_side(base, ready, tokenizer, files, tmp_path, capsys):

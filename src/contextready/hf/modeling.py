@@ -212,11 +212,10 @@ def _positions(e_BTC: Tensor, attention_mask: Any, past: Any) -> Tensor:
     """Positions of the new tokens, counted from the first that is not padding."""
     T = e_BTC.shape[1]
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-        counted_BS = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-        columns_BT = _newest_columns(counted_BS, T, past)
-        assert columns_BT is not None
-        return columns_BT
-    return (torch.arange(T, device=e_BTC.device) + past)[None].expand(e_BTC.shape[0], -1)
+        counted_BT = _newest_columns((attention_mask.long().cumsum(-1) - 1).clamp(min=0), T, past)
+        assert counted_BT is not None
+        return counted_BT
+    return torch.arange(T, device=e_BTC.device).add(past)[None].expand(e_BTC.shape[0], -1)
 
 
 def _newest_columns(mask_BS: Any, T: int, past: Any) -> Tensor | None:

@@ -29,7 +29,10 @@ class Opened:
 def open_for_generation(
     path: Path, kind: str | None = None, *, threads: int | None = None, device: str = "auto", **settings: Any
 ) -> Opened:
-    """Open a run, a checkpoint, a folder of Hugging Face or an exported file; `settings` (solver, tolerance, …) go to an engine on torch."""
+    """Open a run, a checkpoint, a folder of Hugging Face or an exported file.
+
+    `settings` (solver, tolerance, …) go to an engine on torch.
+    """
     if kind is not None and kind not in ENGINES:
         raise ContextReadyError(f"Unknown engine '{kind}'; {nearest(kind, ENGINES)}")
     if path.suffix == EXPORTED:
