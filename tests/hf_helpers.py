@@ -1,5 +1,6 @@
 """Small random models of many families, and what the Hugging Face tests share."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,13 +68,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def tiny_lm(family: str, seed: int = 0) -> Any:
+def tiny_lm(family: str, seed: int = 0, **changes: Any) -> Any:
     """A small random causal language model, in float64 and with larger weights than usual, so that errors show."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, settings = FAMILIES[family]
     torch.manual_seed(seed)
-    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)).double().eval()
+    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings | changes)).double().eval()
     with torch.no_grad():
         for name, p in lm.named_parameters():
             p.copy_(
@@ -132,3 +133,42 @@ def oracle(lm: Any, correction: Any, tokens_BT: Tensor) -> Tensor:
         z_B1C = seen["z"][:, -1:]
     handle.remove()
     return torch.cat(logits, dim=1)
+
+
+KNOWN = 300
+"""Tokens of a tokenizer that knows every byte and a little more."""
+
+
+def train_tokenizer(folder: Path) -> Any:
+    """A small byte-level tokenizer, as transformers opens it."""
+    from train_helpers import WORDS
+    from transformers import PreTrainedTokenizerFast
+
+    from contextready.data.tokenizer import END, Tokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    Tokenizer.train([" ".join(WORDS) * 3], KNOWN).save(folder)
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), eos_token=END, bos_token=END, clean_up_tokenization_spaces=False
+    )
+
+
+def save(folder: Path, lm: Any, tokenizer: Any) -> Path:
+    """A folder of Hugging Face with a model and its tokenizer."""
+    lm.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def refused(capsys: Any, *arguments: Any) -> str:
+    """A command that ends with one sentence and the exit code 2; returns what it said."""
+    from contextready.cli import main
+
+    capsys.readouterr()
+    assert main([str(word) for word in arguments]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"crt {arguments[0]}: ")
+    assert said.err.endswith((".\n", "?\n"))
+    assert said.err.count("\n") == 1
+    return str(said.err)

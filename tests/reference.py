@@ -127,6 +127,8 @@ def correction(model: Model, z_prev: Vector, x_prev: Vector, e: Vector) -> Vecto
         return ffn(model.corr_norm(z_prev + e))
     if model.variant == "blind":
         return model.corr_ffn(model.corr_norm(z_prev))
+    if model.variant == "memoryless":
+        return model.corr_ffn(model.corr_norm(e))
     if model.variant == "concat":
         return model.corr_ffn(model.corr_norm(np.concatenate([z_prev, e])))
     if model.variant == "block_head":

@@ -27,14 +27,19 @@ class Refuse:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in (
             *("rich", "safetensors", "tokenizers", "yaml", "matplotlib", "tensorboard", "wandb", "datasets", "pyarrow"),
-            *("zstandard", "pandas", "pytest", "hypothesis", "ggml", "gguf", "transformers", "llama_cpp"),
+            *("zstandard", "pandas", "pytest", "hypothesis", "ggml", "gguf", "transformers", "llama_cpp", "peft"),
+            *("lm_eval", "accelerate"),
         ):
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Refuse())
 import contextready
 names = [m.name for m in pkgutil.walk_packages(contextready.__path__, "contextready.")]
+# Classes of Hugging Face can only be defined where it is: these modules are imported after it was asked for.
+at_home_there = ("backbone", "base", "cache", "configuration", "convert", "finetune", "folder", "modeling", "native")
+at_home_there += ("trainer",)
 for name in names:
-    importlib.import_module(name)
+    if name not in [f"contextready.hf.{module}" for module in at_home_there]:
+        importlib.import_module(name)
 print(len(names))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -75,7 +75,7 @@ def same_state(a, b, tolerance=TOLERANCE):
     ("correction", "window", "shape"),
     [
         (correction, window, (layers, bias, extra))
-        for correction, window in product((None, *KINDS), (None, 1, 7))
+        for correction, window in product((None, *KINDS, "memoryless"), (None, 1, 7))
         for layers, bias, extra in ((1, False, True), (1, True, False), (3, False, False), (3, True, True))
         if window != 1 or layers == 1
     ],

@@ -23,7 +23,7 @@ def test_transformer(layers, window, extra_ffn, bias):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "memoryless"])
 @pytest.mark.parametrize(("layers", "window"), SHAPES)
 def test_parallel_and_streaming(layers, window, kind, bias):
     model = small_model(correction=kind, layers=layers, window=window, bias=bias)
@@ -34,7 +34,7 @@ def test_parallel_and_streaming(layers, window, kind, bias):
     assert gap(streamed, per_row(reference.streaming, model, tokens)) < TOLERANCE
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "memoryless"])
 def test_cumulative_unroll(kind):
     model = small_model(correction=kind, gain=0.5)
     tokens = random_tokens(batch=1, length=7)

@@ -262,7 +262,7 @@ class Delegating:
         return self.inner.parameters()
 
 
-@pytest.mark.parametrize("kind", ["add", "concat", "blind", "block_head"])
+@pytest.mark.parametrize("kind", ["add", "concat", "blind", "memoryless", "block_head"])
 def test_another_backbone_goes_through_autograd(kind):
     model, e = small_model(correction=kind), embeddings()
     stream = Stream(ContextReady(Delegating(model.backbone), model.correction))

@@ -36,7 +36,7 @@ def distance(one, other):
     return sum(float((one[n] - other[n]).square().sum()) for n in one) ** 0.5 / size
 
 
-@pytest.mark.parametrize("kind", ["add", "concat", "blind", "block_head", "tied"])
+@pytest.mark.parametrize("kind", ["add", "concat", "blind", "memoryless", "block_head", "tied"])
 @pytest.mark.parametrize(("layers", "window"), [(1, None), (2, 3)])
 def test_the_implicit_gradient_is_that_of_the_stream(kind, layers, window):
     """Also without contraction: the fixed point is exact after T + 1 passes, and the adjoint after T steps."""

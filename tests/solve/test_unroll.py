@@ -1,11 +1,14 @@
 """The unroll: residuals, tolerance, bound, and chunks that continue exactly."""
 
+import math
+
 import pytest
 import reference
 import torch
 from helpers import KINDS, contractive_model, gap, oracle, random_tokens, small_model
 
 from contextready import ContextReady, ContextReadyError, UnrollInfo, build_correction, unroll
+from contextready.solve.unroll import largest_change
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -51,7 +54,11 @@ def test_tolerance_stops_at_the_first_pass_that_meets_it(tolerance):
     z, info = unroll(model, tokens, tolerance=tolerance)
     assert info.converged
     assert info.passes < 31
-    assert info.relative_residuals[-1] <= tolerance < info.relative_residuals[-2]
+    _, earlier = unroll(model, tokens, info.passes - 1, tolerance=tolerance)
+    assert info.last_change <= tolerance < earlier.last_change
+    assert not earlier.converged
+    # A position's own norm counts, which is at most the largest.
+    assert info.relative_residuals[-1] <= info.last_change
     assert gap(z, unroll(model, tokens, passes=info.passes)[0]) == 0.0
 
 
@@ -203,3 +210,13 @@ def test_bad_calls_say_what_is_wrong():
     ):
         with pytest.raises(ContextReadyError, match=message):
             call()
+
+
+def test_change_is_relative_to_each_position():
+    z = torch.tensor([[[100.0, 0.0], [1.0, 0.0], [0.0, 0.0], [5.0, 0.0]]])
+    before = z + torch.tensor([[[1.0, 0.0], [0.5, 0.0], [0.0, 0.0], [4.0, 0.0]]])
+    assert largest_change(before[:, :3], z[:, :3]) == pytest.approx(0.5)
+    assert largest_change(before, z) == pytest.approx(0.8)
+    assert largest_change(before, z, torch.tensor([[1, 1, 1, 0]])) == pytest.approx(0.5)
+    assert largest_change(z, z) == 0.0
+    assert math.isnan(largest_change(before, z * math.nan))

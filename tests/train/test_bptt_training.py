@@ -191,7 +191,7 @@ def test_eval_works_on_its_checkpoint(data, trained, capsys):
     assert json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("correction", ["add", "concat", "blind", "block_head", "tied"])
+@pytest.mark.parametrize("correction", ["add", "concat", "blind", "memoryless", "block_head", "tied"])
 @pytest.mark.parametrize("changes", [{}, {"window": 2}, {"extra_ffn": True, "layers": 1}])
 def test_multiply_accumulates_of_a_step_are_what_pytorch_counts(correction, changes):
     T = 4

@@ -36,7 +36,7 @@ def gradients(model, objective, passes):
     return result, {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("correction", ["add", "concat", "blind", "block_head", "tied"])
+@pytest.mark.parametrize("correction", ["add", "concat", "blind", "memoryless", "block_head", "tied"])
 @pytest.mark.parametrize("passes", [1, 2, 4])
 def test_the_loss_is_the_mean_cross_entropy_of_the_last_pass(correction, passes):
     model = small_model(correction=correction)

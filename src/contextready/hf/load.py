@@ -31,6 +31,7 @@ def load_model(source: str, device: str = "cpu", dtype: Any = torch.float32) -> 
 
     A plain name is looked for on the Hub; `dtype="auto"` keeps the weights' own type.
     """
+    require("transformers", "hf")
     path = Path(source)
     if path.is_dir() and not is_pretrained(path):
         from contextready.hf.native import from_native

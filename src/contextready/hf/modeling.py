@@ -23,6 +23,7 @@ from contextready.hf.structure import Structure, find_structure
 from contextready.model.context_ready import ContextReady, Pass, check_passes
 from contextready.model.correction import Correction, build_correction, initialise
 from contextready.model.state import State
+from contextready.solve.unroll import largest_change
 
 
 class ContextReadyForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -167,7 +168,7 @@ class ContextReadyForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore
         result = next(unroll)
         for _ in range((T + 1 if passes is None else min(passes, T + 1)) - 1):
             before_BTC, result = result.z_BTC, next(unroll)
-            if passes is None and _change(before_BTC, result.z_BTC, valid_BT) <= self._tolerance(e_BTC.dtype):
+            if passes is None and largest_change(before_BTC, result.z_BTC, valid_BT) <= self._tolerance(e_BTC.dtype):
                 break
         return result
 
@@ -224,17 +225,6 @@ def _newest_columns(mask_BS: Any, T: int, past: Any) -> Tensor | None:
         return None
     first = 0 if mask_BS.shape[1] == T else int(past)
     return mask_BS[:, first : first + T]
-
-
-@torch.no_grad()
-def _change(before_BTC: Tensor, z_BTC: Tensor, valid_BT: Tensor | None) -> float:
-    """The largest change of a position's z, relative to its norm; padding does not count."""
-    # Each position by its own norm: pretrained models have a few positions with norms a hundred times the others'.
-    wide = torch.promote_types(z_BTC.dtype, torch.float32)
-    change_BT = (z_BTC.to(wide) - before_BTC.to(wide)).norm(dim=-1) / z_BTC.to(wide).norm(dim=-1)
-    if valid_BT is not None:
-        change_BT = change_BT.masked_fill(~valid_BT.bool(), 0.0)
-    return float(change_BT.nan_to_num(0.0).max())
 
 
 AutoConfig.register(BaseTransformerConfig.model_type, BaseTransformerConfig, exist_ok=True)

@@ -163,8 +163,10 @@ class StepGraph:
             return ggml.ggml_add(context, e_RC, carried_RC)
         if kind == "concat":
             seen = ggml.ggml_concat(context, carried_RC, e_RC, 0)
+        elif kind in ("blind", "memoryless"):
+            seen = carried_RC if kind == "blind" else e_RC
         else:
-            seen = carried_RC if kind == "blind" else ggml.ggml_add(context, carried_RC, e_RC)
+            seen = ggml.ggml_add(context, carried_RC, e_RC)
         shared = f"layers.{self._config.layers - 1}.ffn" if kind == "tied" else "correction.ffn"
         return ggml.ggml_add(context, e_RC, self._ffn(shared, self._norm("correction.norm", seen)))
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ARCHITECTURE = "contextready"
 FORMAT = 1
 TYPES = ("f32", "f16", "q8_0", "q4_0")
-CORRECTION_MACS = {"add": 8, "concat": 12, "blind": 8, "block_head": 0, "tied": 8}
+CORRECTION_MACS = {"add": 8, "concat": 12, "blind": 8, "memoryless": 8, "block_head": 0, "tied": 8}
 """Multiply-accumulates per token of each correction, in units of C², known here without torch."""
 
 TOKENIZER_KEY = "tokenizer.huggingface.json"
@@ -71,7 +71,7 @@ class ExportedConfig(TransformerConfig):
         inputs = 2 * C if self.correction == "concat" else C
         if self.correction not in (None, "block_head"):
             yield from self._norm("correction.norm", inputs, self.correction_bias)
-        if self.correction in ("add", "concat", "blind"):
+        if self.correction in ("add", "concat", "blind", "memoryless"):
             yield from self._ffn("correction.ffn", inputs, self.correction_bias)
 
     def _norm(self, name: str, size: int, bias: bool) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -13,7 +13,7 @@ class ModelConfig(TransformerConfig):
     """A transformer, or with `correction` set, a context-ready model around it."""
 
     correction: str | None = None
-    """add, concat, blind, block_head or tied; none: a plain transformer."""
+    """add, concat, blind, block_head or tied; memoryless: a control without the past; none: a plain transformer."""
     correction_init: str = "random"
     """random, or zero: the correction's output layer starts at zero, so the model starts as its transformer."""
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from contextready.model.context_ready import ContextReady
-from contextready.model.correction import Add, Blind, BlockHead, Concat, Correction, Tied
+from contextready.model.correction import Add, Blind, BlockHead, Concat, Correction, Memoryless, Tied
 from contextready.model.transformer import FFN, Block, Transformer, attention_plan
 from contextready.solve.bptt_parts import (
     Gradients,
@@ -210,6 +210,14 @@ class _Blind(_Correction):
         return d, None
 
 
+class _Memoryless(_Correction):
+    def join(self, carried_BC: Tensor, e_BC: Tensor, out: Tensor) -> None:
+        out.copy_(e_BC)
+
+    def join_backward(self, d: Tensor) -> tuple[Tensor, Tensor | None]:
+        return torch.zeros_like(d), d
+
+
 class _Concat(_Correction):
     inputs_wide = 2
 
@@ -248,6 +256,7 @@ _CORRECTIONS: dict[type[Correction], type[_Correction]] = {
     Add: _Correction,
     Tied: _Correction,
     Blind: _Blind,
+    Memoryless: _Memoryless,
     Concat: _Concat,
     BlockHead: _BlockHead,
 }

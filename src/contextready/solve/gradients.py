@@ -79,7 +79,9 @@ def at_fixed_point(
         mu_BTC, made, residual = torch.zeros_like(entered_BTC), 0, None
         while made < limit:
             # Only as far as what the pass entered with: no weight's gradient is touched.
-            (new_BTC,) = torch.autograd.grad(outputs, entered_BTC, [g_BTC, mu_BTC], retain_graph=True)
+            (new_BTC,) = torch.autograd.grad(
+                outputs, entered_BTC, [g_BTC, mu_BTC], retain_graph=True, materialize_grads=True
+            )
             before_BTC, mu_BTC, made = mu_BTC, new_BTC, made + 1
             if steps is None:
                 change, size = float((mu_BTC - before_BTC).norm()), float(mu_BTC.norm())
