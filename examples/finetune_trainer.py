@@ -7,7 +7,7 @@ converted in memory. TEXT is a .jsonl file with a "text" in every line, or plain
 `--control` trains the plain model in the same way, without a correction: what the correction has to beat.
 Many GPUs: torchrun --standalone --nproc-per-node 8 examples/finetune_trainer.py MODEL TEXT OUT
 
-Needs: pip install 'contextready[data]' transformers accelerate peft
+Needs: pip install 'contextready[data,hf]'
 """
 
 import argparse
@@ -95,8 +95,12 @@ def finetune(source: str, text: Path, out: Path, tune: str = "all", steps: int =
             warmup_steps=steps // 20,
             bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
             dataloader_pin_memory=torch.cuda.is_available(),
+            ddp_find_unused_parameters=False,  # with K of 2 or more every weight has a gradient
             # K passes keep the activations of K passes. If memory runs out:
             # gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False},
+            # Not by trainer.evaluate() before trainer.train(): in several processes, transformers 5.22 then trains
+            # each one on its own, without a word.
+            eval_on_start=True,
             logging_steps=10,
             save_strategy="no",
             report_to="none",
@@ -107,9 +111,9 @@ def finetune(source: str, text: Path, out: Path, tune: str = "all", steps: int =
         callbacks=[] if control else [RandomPasses(PASSES)],
     )
     # Evaluation makes as many passes as it takes: the loss of generating token by token.
-    before = trainer.evaluate(ignore_keys=["past_key_values"])["eval_loss"]
     trainer.train()
-    after = trainer.evaluate(ignore_keys=["past_key_values"])["eval_loss"]
+    before = trainer.state.log_history[0]["eval_loss"]
+    after = trainer.evaluate()["eval_loss"]
 
     if tune == "lora":
         model = model.merge_and_unload()

@@ -7,6 +7,8 @@ import shlex
 from pathlib import Path
 
 import pytest
+from hf_helpers import KNOWN, LLAMA_LIKE, save, train_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from contextready.cli import build_parser, main
 from contextready.train.config import check_for_team
@@ -14,6 +16,7 @@ from contextready.train.recipes import resolve
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+HUGGING_FACE = (ROOT / "docs" / "huggingface.md").read_text()
 GENERATION = (ROOT / "docs" / "generation.md").read_text()
 MATH = (ROOT / "docs" / "math.md").read_text()
 
@@ -41,6 +44,8 @@ GGML = importlib.util.find_spec("ggml") is not None
 
 def can_run(words):
     """Whether this command's extra is there: what needs ggml or the peers is left out where they are not built."""
+    if "--tasks" in words and not any("=" in word for word in words):
+        return False  # lm_eval's own tasks are downloaded
     return "--peers" not in words and (GGML or not ({"export", "bench"} & set(words) or "mini.gguf" in words))
 
 
@@ -54,23 +59,31 @@ def test_readme_training_commands_run_in_order(tmp_path, monkeypatch, capsys):
     """For real, on the default corpus, with tiny models and few steps."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("contextready.demo.VALIDATION", 0.01)
+    # In the place of what the Hub has under this name.
+    folder = Path("HuggingFaceTB/SmolLM2-135M")
+    config = AutoConfig.for_model("llama", **LLAMA_LIKE | {"vocab_size": KNOWN})
+    save(folder, AutoModelForCausalLM.from_config(config), train_tokenizer(folder))
     for command in COMMANDS:
         _, verb, *words = shlex.split(command)
         if verb not in QUICK and "--list" not in words and can_run([verb, *words]):
             less = [] if "--dry-run" in words else LESS.get(verb, [])
+            if any(word.startswith("pretrained=") for word in words):
+                less = [word for word in less if not word.startswith(("width=", "heads="))]
             assert main([verb, *words, *less]) == 0, capsys.readouterr().err
             assert capsys.readouterr().out
-    (guide,) = re.findall(r"```python\n(.*?)```", GENERATION, flags=re.DOTALL)
-    exec(compile(guide, "generation.md", "exec"), {})
+    for name, text in (("generation.md", GENERATION), ("huggingface.md", HUGGING_FACE)):
+        (guide,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+        exec(compile(guide, name, "exec"), {})
     assert (tmp_path / "curves.svg").is_file()
     assert (tmp_path / "runs" / "demo" / "curves.png").is_file()
 
 
 def test_readme_shows_every_verb_and_every_file():
     assert {command.split()[1] for command in COMMANDS} == {
-        *("demo", "data", "train", "plan", "unshard", "eval", "plot", "info", "exact", "generate", "export", "bench")
+        *("demo", "data", "train", "plan", "unshard", "eval", "plot", "info", "exact", "generate", "export", "bench"),
+        "convert",
     }
-    for path in (ROOT / "src").rglob("*.py"):
+    for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]:
         if path.name != "__init__.py":
             assert path.name in README, path
 

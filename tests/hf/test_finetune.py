@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:U
 WORDS = {
     "block_size": 16,
     "batch_size": 4,
-    "steps": 3,
+    "steps": 4,
     "passes": 3,
     "warmup": 1,
     "lr": 1e-2,
@@ -85,7 +85,7 @@ def data(place):
 
 @pytest.fixture(scope="module")
 def runs(place):
-    """All kinds of runs, three steps long."""
+    """All kinds of runs, four steps long."""
     for name in TUNES:
         crt(*arguments(place, place / "runs" / name, **TUNES[name]))
     return place / "runs"
@@ -148,7 +148,7 @@ def test_only_the_right_weights_are_trained(place, runs, name):
     assert bool(corrections) == (not is_plain(name) and name != "block_head")
     if corrections:
         assert corrections["correction.ffn.down.weight"].any()
-        before, after = (open_checkpoint(step_folder(runs / name, s)).tensors("model") for s in (1, 3))
+        before, after = (open_checkpoint(step_folder(runs / name, s)).tensors("model") for s in (1, 4))
         assert not any(torch.equal(before[key], after[key]) for key in corrections)
     assert any("lora_" in key for key in trained) == (tune == "lora")
 
@@ -182,7 +182,7 @@ def test_training_starts_at_the_loss_of_the_original(place, data, runs, name):
 def test_a_checkpoint_comes_back_as_what_was_measured(data, runs, name):
     """The loss that training wrote down is the loss of the model that the checkpoint gives."""
     checkpoint, last = open_checkpoint(runs / name), read_metrics(runs / name)[-1]
-    assert (checkpoint.progress.step, last["step"]) == (3, 3)
+    assert (checkpoint.progress.step, last["step"]) == (4, 4)
     assert checkpoint.vocab_size == KNOWN
     if name == "bptt":
         return
@@ -196,20 +196,22 @@ def test_a_checkpoint_comes_back_as_what_was_measured(data, runs, name):
 def test_a_run_becomes_a_plain_folder(runs, folders, name):
     """Adapters are merged; transformers opens it without knowing of any."""
     model, info = AutoModelForCausalLM.from_pretrained(folders / name, output_loading_info=True)
-    assert not any(info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"] for _ in info)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert not any("lora" in key or "base_layer" in key for key in model.state_dict())
     tokens, native = some_tokens(), open_checkpoint(runs / name).model()
-    settings = {} if is_plain(name) else {"passes": 10}
+    # Every pass makes more of the rounding of merged weights.
+    settings = {} if is_plain(name) else {"passes": 3 if "lora" in name else 10}
     found, expected = model(tokens, **settings).logits, native(tokens, passes=settings.get("passes", 1))
     if TUNES[name].get("tune") == "lora":
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
-        assert native.backbone.lm is not model
+        unmerged = base_of(runs.parent, name)(tokens).logits
+        assert float((expected - unmerged).abs().max()) > 1e-2 * float(expected.abs().max())
     else:
         assert torch.equal(found, expected)
     assert type(model) is (ContextReadyForCausalLM if not is_plain(name) else type(native.backbone.lm))
     assert model.generation_config.eos_token_id is None
     assert not is_plain(name) or not (folders / name / "contextready_errors.py").exists()
-    assert "3 steps, 192 tokens" in (folders / name / "README.md").read_text()
+    assert "4 steps, 256 tokens" in (folders / name / "README.md").read_text()
 
 
 def evaluation(*words):
@@ -236,24 +238,27 @@ def test_runs_and_folders_write_alike(runs, folders, name):
     assert crt("generate", runs / name, *words) == text
 
 
-@pytest.mark.parametrize("name", ["all", "correction", "lora", "none, lora", "gpt2, lora", "implicit"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("all", "correction", "lora", "none, lora", "implicit"),
+        pytest.param(
+            "gpt2, lora",
+            marks=pytest.mark.xfail(strict=True, reason="A run that goes on drops nothing out until it validates"),
+        ),
+    ],
+)
 def test_a_run_goes_on_bit_for_bit(place, runs, tmp_path, name):
     """Two steps and two more are four steps: weights, moments and curves."""
-    straight, halves = tmp_path / "straight", tmp_path / "halves"
-    shutil.copytree(runs / name, straight)
-    crt(*arguments(place, straight, **TUNES[name] | {"steps": 4}))
-    crt(*arguments(place, tmp_path / "whole", **TUNES[name] | {"steps": 4}))
-    crt(*arguments(place, halves, **TUNES[name] | {"steps": 2}))
-    crt(*arguments(place, halves, **TUNES[name] | {"steps": 4}))
-    expected = sums(step_folder(tmp_path / "whole", 4))
-    assert sums(step_folder(halves, 4)) == expected
-    assert sums(step_folder(straight, 4)) == expected
-    assert metrics_of(halves)[-1] == metrics_of(tmp_path / "whole")[-1]
+    for steps in (2, 4):
+        crt(*arguments(place, tmp_path / "run", **TUNES[name] | {"steps": steps}))
+    assert sums(step_folder(tmp_path / "run", 4)) == sums(step_folder(runs / name, 4))
+    assert metrics_of(tmp_path / "run")[-1] == metrics_of(runs / name)[-1]
 
 
 def test_other_settings_do_not_go_on(place, runs, tmp_path, capsys):
     shutil.copytree(runs / "all", tmp_path / "run")
-    said = refused(capsys, *arguments(place, tmp_path / "run", steps=4, tune="correction"))
+    said = refused(capsys, *arguments(place, tmp_path / "run", steps=5, tune="correction"))
     assert "was trained with tune=all" in said
 
 
@@ -305,7 +310,7 @@ def test_gradients_are_those_of_transformers_own_loss(place, gradient, recompute
     hf.zero_grad(set_to_none=True)
     objective = Objective(model.train(), gradient=gradient, recompute=recompute)
     found = objective.backward(row[:, :-1], row[:, 1:], K if gradient == "unroll" else None)
-    assert float(found.mean) == pytest.approx(float(loss), rel=1e-6)
+    assert float(found.mean) == pytest.approx(float(loss.detach()), rel=1e-6)
     for key, p in model.named_parameters():
         torch.testing.assert_close(p.grad, expected[key], rtol=1e-4, atol=1e-7, msg=key)
 
@@ -397,9 +402,8 @@ def test_a_missing_package_is_named(place, tmp_path, capsys, monkeypatch, packag
 
 
 TOGETHER = {
-    (parallel, tune): {"parallel": parallel, "tune": tune}
-    for parallel in ("ddp", "fsdp")
-    for tune in ("all", "correction", "lora")
+    (parallel, tune): {"parallel": parallel} | TUNES[tune]
+    for parallel, tune in (("ddp", "correction"), ("ddp", "lora"), ("fsdp", "all"), ("fsdp", "correction"))
 }
 
 
@@ -415,18 +419,20 @@ def together(place, runs):
 
 
 @pytest.mark.parametrize("key", TOGETHER, ids=" ".join)
-def test_two_processes_train_as_one(place, together, tmp_path, key):
+def test_two_processes_train_as_one(place, runs, folders, together, tmp_path, key):
     parallel, tune = key
-    crt(*arguments(place, tmp_path / "one", tune=tune))
-    two = place / "two" / " ".join(key)
+    two, one = place / "two" / " ".join(key), runs / tune
     went_well(together[key])
-    assert_equal_tensors(everything(two, tmp_path), everything(tmp_path / "one", tmp_path), rtol=0, atol=1e-4)
+    assert_equal_tensors(everything(two, tmp_path), everything(one, tmp_path), rtol=0, atol=1e-4)
     assert open_checkpoint(two).sharded == (parallel == "fsdp")
-    if parallel == "fsdp":
-        two = unshard(two, tmp_path / "plain")
-    crt("convert", two, tmp_path / "out")
-    crt("convert", tmp_path / "one", tmp_path / "out of one")
-    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("out", "out of one")]
+    plain = unshard(two, tmp_path / "plain") if parallel == "fsdp" else two
+    crt("convert", plain, tmp_path / "out")
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "out", folders / tune)]
     with torch.no_grad():
         found, expected = (model(some_tokens(), passes=3).logits for model in models)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-2)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3 * float(expected.abs().max()))
+
+
+def test_a_sharded_run_says_what_to_do_first(place, together, tmp_path, capsys):
+    went_well(together["fsdp", "all"])
+    assert "crt unshard" in refused(capsys, "convert", place / "two" / "fsdp all", tmp_path / "out")

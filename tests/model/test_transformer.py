@@ -71,7 +71,10 @@ def test_bfloat16_autocast_runs_and_stays_close():
         ({"rope_base": float("nan")}, "rope_base"),
         ({"dropout": float("nan")}, "dropout"),
         ({"correction": None, "correction_init": "nought"}, "Unknown correction_init 'nought'"),
-        ({"correction": "plus"}, "Unknown correction 'plus'; choose one of: add, concat, blind, memoryless, block_head, tied"),
+        (
+            {"correction": "plus"},
+            "Unknown correction 'plus'; choose one of: add, concat, blind, memoryless, block_head, tied",
+        ),
         ({"correction": ""}, "Unknown correction ''"),
         ({"correction": "consat"}, "did you mean 'concat'?"),
         ({"correction_init": "zeros"}, "did you mean 'zero'?"),

@@ -13,7 +13,7 @@ class BaseTransformerConfig(PretrainedConfig):  # type: ignore[misc]
     """The package's transformer (the paper's "roformer") under the names that Hugging Face expects."""
 
     model_type = "contextready_base"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (the Trainer adds a list to it)
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class ContextReadyConfig(PretrainedConfig):  # type: ignore[misc]
     """A causal language model of any family, and the correction on top of it."""
 
     model_type = "contextready"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (the Trainer adds a list to it)
 
     def __init__(
         self,
@@ -128,6 +128,12 @@ class ContextReadyConfig(PretrainedConfig):  # type: ignore[misc]
         super().__init__(**kwargs)
         # Found on the inner configuration through __getattr__, and copied; the inner one has it.
         self.__dict__.pop("rope_parameters", None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; where the inner model lay on this machine is left out, as it is of every model."""
+        values: dict[str, Any] = super().to_dict()
+        values["base_config"].pop("_name_or_path", None)
+        return values
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> PretrainedConfig:
         """The very configuration of the model inside: masks and caches are made from it."""

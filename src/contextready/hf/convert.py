@@ -54,9 +54,8 @@ def convert(
 
 
 def _from_pretrained(source: str, lm: Any, out: Path, settings: dict[str, Any]) -> Conversion:
-    # Where it lay on this machine is nobody's business but a name on the Hub is.
+    # Where it lay on this machine is nobody else's business; a name on the Hub is.
     base = source if not Path(source).exists() else None
-    lm.config._name_or_path = base or ""
     tokens_1T = torch.arange(PROOF)[None] % lm.config.get_text_config().vocab_size
     with torch.no_grad():
         before_1TV = lm(tokens_1T).logits

@@ -32,7 +32,6 @@ class ContextReadyForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore
     config_class = ContextReadyConfig
     base_model_prefix = "model"
     main_input_name = "input_ids"
-    supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -50,6 +49,7 @@ class ContextReadyForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore
         correction = build_correction(config.correction, backbone, config.correction_init, config.correction_bias)
         self.model = ContextReady(backbone, correction)
         self._no_split_modules = getattr(lm, "_no_split_modules", None)
+        self.supports_gradient_checkpointing = lm.supports_gradient_checkpointing
         self.post_init()
         # Left to itself, post_init looks for tied weights in direct children only.
         self.all_tied_weights_keys = self.get_expanded_tied_weights_keys(all_submodels=True)

@@ -73,7 +73,11 @@ def _paper_recipe(experiment: str, model: str, settings: Settings) -> Settings:
 
 def resolve(recipe: str, words: Sequence[str]) -> RunConfig:
     """A recipe and the `key=value` words after it as a checked run; what is left out comes from data and origin."""
-    settings = load_recipe(recipe) | parse_assignments(words)
+    given = parse_assignments(words)
+    settings = load_recipe(recipe) | given
+    if given.get("correction", "").lower() == "none":
+        # A recipe's K is its correction's; without one there is a single pass.
+        settings = {key: value for key, value in settings.items() if key not in ("passes", "k_min") or key in given}
     for key in ("data", "out", "init_from", "pretrained"):
         # A path written as a number or a date in YAML is still a path.
         if settings.get(key) is not None:
