@@ -169,6 +169,6 @@ def refused(capsys: Any, *arguments: Any) -> str:
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith(f"crt {arguments[0]}: ")
-    assert said.err.endswith((".\n", "?\n"))
+    assert said.err.endswith((".\n", "?\n", "…\n"))
     assert said.err.count("\n") == 1
     return str(said.err)

@@ -22,7 +22,7 @@ import contextready.hf.modeling  # noqa: F401  (registers its classes)
 from contextready.cli import main
 from contextready.data.tokenizer import Tokenizer
 from contextready.errors import ContextReadyError
-from contextready.hf.bundle import AUTO_MAP, file_stem, needed_modules
+from contextready.hf.bundle import file_stem, needed_modules
 from contextready.hf.modeling import ContextReadyForCausalLM
 from contextready.hf.structure import find_structure
 from contextready.train.checkpoint import open_checkpoint
@@ -171,7 +171,10 @@ def test_everything_that_would_be_uploaded_is_in_the_folder(converted):
     """`push_to_hub` saves into a folder and uploads that."""
     out, _ = converted
     config = json.loads((out / "config.json").read_text())
-    assert config["auto_map"] == AUTO_MAP
+    assert config["auto_map"] == {
+        "AutoConfig": "contextready_hf_modeling.ContextReadyConfig",
+        "AutoModelForCausalLM": "contextready_hf_modeling.ContextReadyForCausalLM",
+    }
     for reference in config["auto_map"].values():
         file, _, name = reference.partition(".")
         assert re.search(rf"\b{name}\b", (out / f"{file}.py").read_text())
@@ -322,7 +325,6 @@ def test_cards_run_where_the_package_is_not(elsewhere, name):
     assert elsewhere[f"card of {name}"].startswith("Once upon a time")
 
 
-@pytest.mark.xfail(strict=True, reason="A plain run of this package has no code beside it, nor a card that says so")
 def test_the_card_of_a_plain_run_runs(elsewhere, runs):
     """By itself, or it says that it needs this package."""
     says_so = "import contextready.hf" in code_of_card(runs / "hf" / "plain")
@@ -336,7 +338,6 @@ def test_what_was_saved_elsewhere_opens_here(elsewhere, trained, name):
     assert torch.equal(logits(again, some_tokens()), logits(model, some_tokens()))
 
 
-@pytest.mark.xfail(strict=True, reason="Saved by code that came with the weights, the code does not go along")
 @pytest.mark.parametrize("name", ["llama", "own"])
 def test_what_was_saved_elsewhere_opens_elsewhere(elsewhere, trained, name):
     again = elsewhere[f"{name} again"]
@@ -344,7 +345,6 @@ def test_what_was_saved_elsewhere_opens_elsewhere(elsewhere, trained, name):
     assert_same_elsewhere(trained, f"{name} again", name)
 
 
-@pytest.mark.xfail(strict=True, reason="Saved by code that came with the weights, the code does not go along")
 @pytest.mark.parametrize("name", ["llama", "own"])
 def test_what_was_saved_elsewhere_is_whole(elsewhere, trained, name):
     assert "error" not in elsewhere[name]
@@ -421,18 +421,7 @@ def generated(folder):
     return crt("generate", folder, "river stone", "--max-tokens", "8", "--seed", "3")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=[pytest.mark.xfail(strict=True, reason="crt generate and eval refuse the folder of extra_ffn")]
-            if name == "plain, extra FFN"
-            else [],
-        )
-        for name in RUNS
-    ],
-)
+@pytest.mark.parametrize("name", RUNS)
 def test_a_run_writes_the_same_text_in_every_format(runs, name):
     text = generated(runs / "runs" / name)
     assert text.strip()
@@ -612,7 +601,6 @@ def test_unknown_corrections_are_refused(base, tmp_path, capsys):
         )
 
 
-@pytest.mark.xfail(strict=True, reason="--passes 0 is written down, and the first step of a training refuses it")
 def test_no_passes_at_all_are_refused(base, tmp_path, capsys):
     assert "passes" in refused_conversion(capsys, tmp_path, base, "--passes", "0")
 
@@ -654,7 +642,6 @@ def test_a_config_that_says_nothing_is_refused(base, tmp_path, capsys, text):
     assert str(tmp_path / "model") in refused_conversion(capsys, tmp_path, tmp_path / "model")
 
 
-@pytest.mark.xfail(strict=True, reason="It is said that manifest.json is missing, not that config.json is broken")
 def test_a_broken_config_is_named(base, tmp_path, capsys):
     shutil.copytree(base, tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text("{nope")
@@ -662,15 +649,19 @@ def test_a_broken_config_is_named(base, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"model_type": "no_such_model"}, {"hidden_size": 64, "head_dim": 16}, {"vocab_size": 280}]
+    ("changes", "sentence"),
+    [
+        ({"model_type": "no_such_model"}, "cannot be opened as a model"),
+        ({"hidden_size": 64, "head_dim": 16}, "21 are missing or of another shape"),
+        ({"vocab_size": 280}, "2 are missing or of another shape"),
+    ],
 )
-def test_a_config_of_another_model_is_refused(base, tmp_path, capsys, changes):
+def test_a_config_of_another_model_is_refused(base, tmp_path, capsys, changes, sentence):
     shutil.copytree(base, tmp_path / "model")
     changed_config(tmp_path / "model", **changes)
-    assert "cannot be opened as a model" in refused_conversion(capsys, tmp_path, tmp_path / "model")
+    assert sentence in refused_conversion(capsys, tmp_path, tmp_path / "model")
 
 
-@pytest.mark.xfail(strict=True, reason="transformers fills what is missing with random numbers, and is kept quiet")
 def test_missing_weights_are_refused(base, tmp_path, capsys):
     shutil.copytree(base, tmp_path / "model")
     changed_config(tmp_path / "model", num_hidden_layers=3)
@@ -721,7 +712,6 @@ def test_other_kinds_of_models_are_refused(tmp_path, tokenizer, capsys, kind):
     assert WHY[kind] in refused_conversion(capsys, tmp_path, tmp_path / "model")
 
 
-@pytest.mark.xfail(strict=True, reason="Nothing checks that a model is causal: BERT is converted")
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "BertLMHeadModel"])
 def test_a_model_that_sees_the_future_is_refused(tmp_path, tokenizer, capsys, name):
     settings = {key: value for key, value in SMALL.items() if key not in ("head_dim", "num_key_value_heads")}

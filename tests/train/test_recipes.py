@@ -12,10 +12,17 @@ from contextready.errors import ContextReadyError
 from contextready.model.accounting import account
 from contextready.model.build import build_model
 from contextready.reproduce.paper_models import PAPER_MODELS
-from contextready.train.config import MODEL_KEYS, TRAIN_KEYS, TrainConfig, build_run
+from contextready.train.config import (
+    MODEL_KEYS,
+    PRETRAINED_KEYS,
+    TRAIN_KEYS,
+    PretrainedModelConfig,
+    TrainConfig,
+    build_run,
+)
 from contextready.train.recipes import load_recipe, paper_experiments, recipe_names, resolve
 
-SMALL = ("demo-d1", "demo-n1-ffn", "mini-d1", "mini-finetune", "mini-n1", "mini-n1-ffn")
+SMALL = ("convert", "demo-d1", "demo-n1-ffn", "mini-d1", "mini-finetune", "mini-n1", "mini-n1-ffn")
 
 
 def test_the_recipes_are_the_small_ones_and_the_papers():
@@ -24,7 +31,7 @@ def test_the_recipes_are_the_small_ones_and_the_papers():
     assert len(names) == len(set(names)) > 60
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", [name for name in recipe_names() if name != "convert"])
 def test_every_recipe_resolves_and_builds(data, name):
     run = resolve(name, [f"data={data}", "init_from=none"])
     with torch.device("meta"):
@@ -35,6 +42,25 @@ def test_every_recipe_resolves_and_builds(data, name):
         assert (run.train.passes, run.train.k_min) == (1, None)
     else:
         assert run.train.passes > 1
+
+
+def test_the_recipe_for_pretrained_models(data):
+    run = resolve("convert", ["pretrained=some/model", f"data={data}"])
+    assert run.model == PretrainedModelConfig("some/model")
+    assert (run.train.passes, run.train.k_min, run.train.out) == (5, 2, "runs/convert")
+    words = {"correction": "concat", "correction_init": "random", "tune": "lora", "lora_rank": "3"}
+    assert {"pretrained", *words} == set(PRETRAINED_KEYS)
+    changed = resolve("convert", ["pretrained=some/model", *(f"{key}={value}" for key, value in words.items())])
+    assert changed.model == PretrainedModelConfig("some/model", "concat", "random", "lora", 3)
+
+
+@pytest.mark.parametrize("recipe", ["convert", "mini-d1"])
+def test_without_a_correction_the_recipes_K_is_one(data, recipe):
+    more = ["pretrained=some/model"] if recipe == "convert" else []
+    run = resolve(recipe, ["correction=none", f"data={data}", *more])
+    assert (run.model.correction, run.train.passes, run.train.k_min) == (None, 1, None)
+    with pytest.raises(ContextReadyError, match="passes=3 needs a correction"):
+        resolve(recipe, ["correction=none", "passes=3", f"data={data}", *more])
 
 
 def test_every_model_of_the_paper_is_in_an_experiment():

@@ -76,8 +76,8 @@ class HFBackbone(nn.Module):
         assert z_BTC is not None
         if x_BTC.requires_grad and torch.is_grad_enabled() and not z_BTC.requires_grad:
             raise ContextReadyError(
-                "z lost its gradient inside the blocks, so the correction could not learn; leave out what recomputes or "
-                "detaches them (gradient_checkpointing_kwargs={'use_reentrant': False} is safe)."
+                "z lost its gradient inside the blocks, so the correction cannot learn; leave out what detaches them "
+                "(gradient_checkpointing_kwargs={'use_reentrant': False} is safe)."
             )
         if isinstance(cache, Feed):
             cache.outputs = outputs

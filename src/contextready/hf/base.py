@@ -11,6 +11,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from contextready.hf.configuration import BaseTransformerConfig
+from contextready.hf.saving import SavesItsCode
 from contextready.model.transformer import FFN, AttentionPlan, Transformer, turns
 
 ALL = 2**62
@@ -84,7 +85,7 @@ class BaseTransformerModel(BaseTransformerPreTrained):
         return BaseModelOutputWithPast(self.native.final_norm(z_BTC), past_key_values)
 
 
-class BaseTransformerForCausalLM(BaseTransformerPreTrained, GenerationMixin):  # type: ignore[misc]
+class BaseTransformerForCausalLM(SavesItsCode, BaseTransformerPreTrained, GenerationMixin):  # type: ignore[misc]
     """The paper's "roformer" baseline."""
 
     def __init__(self, config: BaseTransformerConfig) -> None:

@@ -18,10 +18,6 @@ def file_stem(module: str) -> str:
     return module.replace(".", "_")
 
 
-AUTO_MAP = {
-    "AutoConfig": f"{file_stem(ENTRY)}.ContextReadyConfig",
-    "AutoModelForCausalLM": f"{file_stem(ENTRY)}.ContextReadyForCausalLM",
-}
 HEADER = "# Part of contextready, the context-ready transformer. Apache License 2.0. Written by save_pretrained.\n"
 
 

@@ -34,8 +34,9 @@ def write_card(
             "",
             f"    correction_t = {FORMS[correction]},   x_t = e_t + correction_t",
         ]
-    lines += ["", "## Load it", "", "```python", *_loading(correction is not None), "```", ""]
-    if correction is not None:
+    ours = config.model_type.startswith("contextready")
+    lines += ["", "## Load it", "", "```python", *_loading(ours), "```", ""]
+    if ours:
         lines += [
             "The code comes with the weights. With `pip install contextready` it loads without `trust_remote_code`",
             "after `import contextready.hf.modeling`, and `crt generate`, `crt eval` and `crt train` take this folder.",

@@ -17,6 +17,8 @@ from contextready.hf.load import is_pretrained, load_lm, load_tokenizer, quiet
 from contextready.hf.modeling import BaseTransformerForCausalLM, ContextReadyForCausalLM
 from contextready.hf.native import from_native, to_native
 from contextready.model.build import ModelConfig
+from contextready.model.context_ready import check_passes
+from contextready.model.correction import CORRECTIONS, check_correction
 from contextready.train.checkpoint import open_checkpoint
 
 PROOF = 16
@@ -43,6 +45,13 @@ def convert(
     """
     if out.exists():
         raise ContextReadyError(f"{out} exists already; choose another folder.")
+    check_passes(passes)
+    check_correction(correction, "random")
+    if not CORRECTIONS[correction].has_output_layer:
+        raise ContextReadyError(
+            f"correction={correction} has no output layer of its own, so it cannot start at zero and would change the "
+            "model; choose add, concat or blind."
+        )
     path = Path(source)
     if path.is_dir() and not is_pretrained(path):
         return _from_run(path, out, best)

@@ -130,7 +130,7 @@ def _prepared(model: ContextReady, config: PretrainedModelConfig) -> ContextRead
         peft.inject_adapter_in_model(adapters, backbone.lm)
     for p in model.correction.parameters():
         p.requires_grad_(True)
-    return model
+    return model.train()
 
 
 def _linears_in_blocks(backbone: HFBackbone) -> list[str]:

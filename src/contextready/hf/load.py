@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 GGUF = ".gguf"
+UNFIT = ("missing_keys", "mismatched_keys")
 
 
 def is_pretrained(path: str | Path) -> bool:
@@ -61,15 +62,23 @@ def load_lm(source: str, dtype: Any = torch.float32) -> Any:
                 f"{source} is no causal language model: transformers knows none of the kind {config.model_type}."
             )
         try:
-            lm = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, use_safetensors=True).eval()
+            lm, found = AutoModelForCausalLM.from_pretrained(
+                **where, dtype=dtype, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True
+            )
         except ContextReadyError:
             raise
         except Exception as error:
             _refuse(source, error)
+    wrong = sorted(key if isinstance(key, str) else key[0] for kind in UNFIT for key in found[kind])
+    if wrong:
+        raise ContextReadyError(
+            f"The weights of {source} are not those of its config.json: {len(wrong)} are missing or of another shape, "
+            f"for example {wrong[0]}."
+        )
     if "gguf_file" in where:
         # The weights are plain numbers now; saved with them, this would have them read as quantised.
         del lm.config.quantization_config
-    return lm
+    return lm.eval()
 
 
 def load_tokenizer(source: str) -> Any:
@@ -86,6 +95,7 @@ def load_tokenizer(source: str) -> Any:
 
 def native_tokenizer(source: str) -> Tokenizer | None:
     """The tokenizer of a model as this package reads it, where it is a fast one with an end token."""
+    _where(source)
     folder = Path(source)
     if (folder / FILE).is_file():
         return Tokenizer.load(folder)
@@ -104,7 +114,10 @@ def _where(source: str, weights: bool = True) -> dict[str, str]:
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     if path.is_dir():
         if weights and "model_type" not in _config_in(path):
-            raise ContextReadyError(f"{source} is no model: it has no config.json that names a model_type.")
+            raise ContextReadyError(
+                f"{source} is no model of Hugging Face: it has no config.json that names a model_type (a run of this "
+                "package becomes one with crt convert RUN OUT)."
+            )
         if weights and not any(path.glob("*.safetensors")):
             pickled = sorted(file.name for kind in PICKLED for file in path.glob(kind))
             if pickled:
@@ -151,8 +164,10 @@ def _first_line(error: Exception) -> str:
 def _config_in(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except OSError:
         return {}
+    except ValueError as error:
+        raise ContextReadyError(f"{folder / 'config.json'} is not JSON: {error}.") from None
     return config if isinstance(config, dict) else {}
 
 

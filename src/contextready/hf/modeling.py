@@ -4,7 +4,6 @@ Reading T tokens at once makes parallel passes until no position's z changes by 
 are exact whatever happens); reading one token is the recurrence itself, exact in one pass.
 """
 
-from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -19,6 +18,7 @@ from contextready.hf.backbone import HFBackbone
 from contextready.hf.base import BaseTransformerForCausalLM, BaseTransformerModel
 from contextready.hf.cache import HISTORY, Feed, Rewind, carrying_layer
 from contextready.hf.configuration import BaseTransformerConfig, ContextReadyConfig
+from contextready.hf.saving import SavesItsCode
 from contextready.hf.structure import Structure, find_structure
 from contextready.model.context_ready import ContextReady, Pass, check_passes
 from contextready.model.correction import Correction, build_correction, initialise
@@ -26,7 +26,7 @@ from contextready.model.state import State
 from contextready.solve.unroll import largest_change
 
 
-class ContextReadyForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class ContextReadyForCausalLM(SavesItsCode, PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """A causal language model whose tokens enter already corrected by the previous position's output."""
 
     config_class = ContextReadyConfig
@@ -198,15 +198,6 @@ class ContextReadyForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Correction):
             initialise(module, self.config.correction_init)
-
-    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
-        """Save weights and configuration, and with them the code that loads them where this package is not."""
-        if __name__ == "contextready.hf.modeling":
-            # By name: Hugging Face looks for imports in the text of this file, which goes along without that one.
-            bundle = import_module("contextready.hf.bundle")
-            self.config.auto_map = dict(bundle.AUTO_MAP)
-            bundle.write_code(save_directory)
-        super().save_pretrained(save_directory, **kwargs)
 
 
 def _positions(e_BTC: Tensor, attention_mask: Any, past: Any) -> Tensor:

@@ -106,6 +106,8 @@ def _of_pretrained(checkpoint: Checkpoint, model: ContextReady) -> Any:
 
     lm = backbone.lm
     lm.generation_config = GenerationConfig(**described["generation_config"])
+    if isinstance(lm, BaseTransformerForCausalLM):
+        lm.config.run = None  # of the run that it came from
     if isinstance(model.correction, Nothing):
         return lm.eval()
     config = ContextReadyConfig(

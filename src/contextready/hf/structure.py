@@ -108,9 +108,15 @@ def find_structure(lm: Any) -> Structure:
                 f"{seen.z_BTC.shape[-1]}; a correction needs the same width for both, so it cannot be converted."
             )
         structure = _with_finish(lm, Structure(blocks, tuple(seen.head)), seen.z_BTC, logits_BTV)
+        other_BTV = lm(input_ids=tokens_BT + torch.tensor([0, 0, 1], device=tokens_BT.device), use_cache=False).logits
         again_BTV = lm(inputs_embeds=e_BTC, use_cache=False).logits
     finally:
         lm.train(was_training)
+    if not torch.equal(other_BTV[:, :-1], logits_BTV[:, :-1]):
+        raise ContextReadyError(
+            f"{type(lm).__name__} sees later tokens, as an encoder does; only decoders that read left to right can be "
+            "converted."
+        )
     if structure is None or not torch.equal(again_BTV, logits_BTV):
         raise ContextReadyError(
             f"{type(lm).__name__} is not embed, blocks, head: its logits could not be rebuilt from its parts; such a "

@@ -204,8 +204,11 @@ def build_run(settings: Mapping[str, Any]) -> RunConfig:
     ours, others = (PRETRAINED_KEYS, MODEL_KEYS) if kind is PretrainedModelConfig else (MODEL_KEYS, PRETRAINED_KEYS)
     for key in settings:
         if key in others and key not in ours:
-            why = "is the pretrained model's own" if key in MODEL_KEYS else "is for pretrained=, which is not set"
-            raise ContextReadyError(f"{key}={settings[key]} {why}; leave {key} out.")
+            if key in MODEL_KEYS:
+                raise ContextReadyError(f"{key}={settings[key]} is the pretrained model's own; leave {key} out.")
+            raise ContextReadyError(
+                f"{key}={settings[key]} is for a pretrained model; name one with pretrained=FOLDER, or leave {key} out."
+            )
         if key not in ours and key not in TRAIN_KEYS:
             raise ContextReadyError(f"Unknown setting '{key}'; {nearest(key, [*ours, *TRAIN_KEYS])}")
     model = build_model_settings({key: value for key, value in settings.items() if key in ours})
