@@ -119,7 +119,7 @@ def _add_data(verbs: Verbs) -> None:
 
 
 def _add_train(verbs: Verbs) -> None:
-    from contextready.train.config import TrainConfig
+    from contextready.train.config import PretrainedModelConfig, TrainConfig
 
     train = verb(
         verbs,
@@ -128,10 +128,12 @@ def _add_train(verbs: Verbs) -> None:
         "Train a context-ready model or a transformer by a recipe. The same command goes on after\nany interruption.",
         f"settings of the training:\n{describe_settings(TrainConfig)}\n\n"
         f"settings of the model:\n{describe_settings(ModelConfig)}\n\n"
+        f"settings of a model of Hugging Face:\n{describe_settings(PretrainedModelConfig)}\n\n"
         "examples:\n"
         "  crt train mini-d1\n"
         "  crt train mini-d1 data=data/mine out=runs/mine correction_init=zero steps=4000\n"
-        "  crt train owt-d5-c1120 precision=bf16 compile=true",
+        "  crt train owt-d5-c1120 precision=bf16 compile=true\n"
+        "  crt train convert pretrained=smollm2-crt data=data/mine tune=lora",
     )
     train.add_argument("recipe", nargs="?", help="name of a recipe, or a YAML file")
     train.add_argument("settings", nargs="*", metavar="key=value", help="settings that change it")
