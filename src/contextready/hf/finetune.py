@@ -95,8 +95,6 @@ def merge(model: ContextReady) -> None:
             part.merge()
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, part.get_base_layer())
-    for p in model.parameters():
-        p.requires_grad_(True)
 
 
 def _is_fresh(correction: nn.Module) -> bool:
