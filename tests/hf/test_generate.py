@@ -15,18 +15,25 @@ from contextready.hf.cache import HISTORY, Carrying
 
 TOLERANCE = 1e-10
 FULL = ("llama", "mistral-window", "gemma3", "gpt2", "own")
-NO_STATIC = ("falcon-alibi",)
-"""The plain model itself cannot use a static cache."""
+NO_STATIC = {"static": ("falcon-alibi",), "static, chunked prefill": ("falcon", "falcon-alibi")}
+"""Caches that the plain model itself cannot use."""
 FLOAT32_SOFTMAX = ("gemma2", "bloom")
 """These compute attention in float32, whose mask overflows when the model is in float64."""
 T = 7
 """Longer than the windows of 5."""
 every_family = pytest.mark.parametrize("family", FAMILIES)
 OTHERS = tuple(family for family in FAMILIES if family not in FULL)
-some_families = pytest.mark.parametrize(
-    "family", [*FULL, *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)]
-)
-"""A few in every run of the tests, all of them in the slow one."""
+PLAIN_DIFFERS = ("gemma2", "bloom", "falcon", "falcon-alibi")
+"""The plain model itself rounds to float32, reads packed documents together, or cannot use some caches."""
+
+
+def all_in_the_slow_tests(families):
+    """A few families in every run of the tests, the others in the slow one."""
+    more = [pytest.param(family, marks=pytest.mark.slow) for family in families if family not in FULL]
+    return pytest.mark.parametrize("family", [*FULL, *more])
+
+
+some_families = all_in_the_slow_tests([family for family in OTHERS if family not in PLAIN_DIFFERS])
 others = pytest.mark.parametrize("family", OTHERS)
 
 
@@ -86,14 +93,14 @@ CACHES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-@some_families
+@all_in_the_slow_tests(OTHERS)
 def test_modes(family, mode):
     model, tokens, settings = ready(family), random_tokens(length=T), MODES[mode]
     expected = cacheless(model, tokens, **settings)
     assert expected.shape == (2 * settings.get("num_return_sequences", 1), T + 8)
     assert not torch.equal(expected, cacheless(base(family), tokens, **settings))
     for cache in CACHES:
-        if "static" not in cache or family not in NO_STATIC:
+        if family not in NO_STATIC.get(cache, ()):
             assert torch.equal(generate(model, tokens, **settings, **CACHES[cache]), expected), cache
 
 
@@ -117,7 +124,7 @@ def test_modes_of_the_other_families(family, mode):
     assert torch.equal(generate(model, tokens, **settings), expected)
 
 
-@pytest.mark.parametrize("family", [family for family in OTHERS if family not in NO_STATIC])
+@pytest.mark.parametrize("family", [family for family in OTHERS if family not in NO_STATIC["static"]])
 def test_static_cache_of_the_other_families(family):
     model, tokens = ready(family), random_tokens(3, T)
     for settings in (MODES["greedy"], MODES["beam"]):
@@ -132,11 +139,11 @@ def test_static_cache_of_the_other_families(family):
     assert torch.equal(found, cacheless(model, tokens * mask, **settings))
 
 
-@pytest.mark.parametrize("family", NO_STATIC)
-def test_static_cache_fails_where_the_plain_model_does(family):
+@pytest.mark.parametrize(("cache", "family"), [(cache, family) for cache in NO_STATIC for family in NO_STATIC[cache]])
+def test_static_cache_fails_where_the_plain_model_does(cache, family):
     for model in (base(family), ready(family)):
-        with pytest.raises((ValueError, RuntimeError), match=r"too many values to unpack|must match"):
-            generate(model, random_tokens(length=T), cache_implementation="static")
+        with pytest.raises((ValueError, RuntimeError), match=r"too many values to unpack|must match|same slice shapes"):
+            generate(model, random_tokens(length=T), **CACHES[cache])
 
 
 @every_family
