@@ -23,7 +23,7 @@ T = 7
 """Longer than the windows of 5."""
 every_family = pytest.mark.parametrize("family", FAMILIES)
 OTHERS = tuple(family for family in FAMILIES if family not in FULL)
-PLAIN_DIFFERS = ("gemma2", "bloom", "falcon", "falcon-alibi")
+PLAIN_DIFFERS = ("gemma2", "opt", "bloom", "falcon", "falcon-alibi")
 """The plain model itself rounds to float32, reads packed documents together, or cannot use some caches."""
 
 

@@ -73,6 +73,10 @@ def crossover(one: Curve, other: Curve) -> Crossover | None:
     return Crossover(below.name, above.name, x, below.at(x))
 
 
+MOST_LABELS = 4
+"""More crossovers than this are marked without words, which would lie on top of each other."""
+
+
 def crossovers(curves: Sequence[Curve]) -> list[Crossover]:
     """Of every pair."""
     pairs = ((one, other) for i, one in enumerate(curves) for other in curves[i + 1 :])
@@ -92,14 +96,15 @@ def draw(curves: Sequence[Curve], out: Path, axis: str = "tokens", title: str | 
     found = crossovers(curves)
     for cross in found:
         axes.plot(cross.x, np.exp(cross.loss), "o", markersize=9, fillstyle="none", color="black")
-        axes.annotate(
-            f"{cross.below} passes\n{cross.above}\nat {short(cross.x)}",
-            (cross.x, np.exp(cross.loss)),
-            xytext=(10, 22),
-            textcoords="offset points",
-            fontsize=7.5,
-            arrowprops={"arrowstyle": "-", "linewidth": 0.5},
-        )
+        if len(found) <= MOST_LABELS:
+            axes.annotate(
+                f"{cross.below} passes\n{cross.above}\nat {short(cross.x)}",
+                (cross.x, np.exp(cross.loss)),
+                xytext=(10, 22),
+                textcoords="offset points",
+                fontsize=7.5,
+                arrowprops={"arrowstyle": "-", "linewidth": 0.5},
+            )
     # The first validations are near the size of the vocabulary and would flatten everything else.
     shown = np.exp(np.concatenate([curve.loss for curve in curves]))
     later = np.exp(np.concatenate([curve.loss[curve.x >= 0.1 * curve.x[-1]] for curve in curves]))
