@@ -14,7 +14,7 @@ from contextready.errors import ContextReadyError
 from contextready.hf.cache import HISTORY, Carrying
 
 TOLERANCE = 1e-10
-FULL = ("llama", "mistral-window", "gemma3", "gpt2", "own")
+FULL = ("llama", "mistral-window", "own")
 NO_STATIC = {"static": ("falcon-alibi",), "static, chunked prefill": ("falcon", "falcon-alibi")}
 """Caches that the plain model itself cannot use."""
 FLOAT32_SOFTMAX = ("gemma2", "bloom")

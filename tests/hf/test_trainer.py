@@ -468,7 +468,8 @@ def test_saved_adapter_keeps_the_trained_correction(example, place, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_training_is_the_same_training(tmp_path, backend):
     """Each K is a graph of its own, found again when it is drawn again."""
     torch.compiler.reset()
