@@ -212,6 +212,7 @@ def test_the_core_benchmark_ends_with_one_json_line():
     assert all(row["step_over_products"] > 0 for row in result["step"])
 
 
+@pytest.mark.slow
 def test_the_gradients_benchmark_ends_with_one_json_line():
     command = [sys.executable, str(Path(__file__).parent.parent / "benchmarks" / "gradients.py"), "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
