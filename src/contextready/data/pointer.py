@@ -61,7 +61,9 @@ class PointerTask:
             raise ContextReadyError("keys=1 and values=1 leave nothing to ask; give more of one.")
         for name, valid in (("answers", ANSWERS), ("queries", QUERIES)):
             if getattr(self, name) not in valid:
-                raise ContextReadyError(f"{name}={getattr(self, name)} is unknown; {nearest(getattr(self, name), valid)}")
+                raise ContextReadyError(
+                    f"{name}={getattr(self, name)} is unknown; {nearest(getattr(self, name), valid)}"
+                )
 
     @property
     def window(self) -> int:
@@ -199,5 +201,7 @@ class _Row:
 
     def batch(self) -> PointerBatch:
         """All of it as tensors."""
-        inputs, targets = (torch.from_numpy(np.stack(part, axis=1).astype(np.int64)) for part in (self.columns, self.targets))
+        inputs, targets = (
+            torch.from_numpy(np.stack(part, axis=1).astype(np.int64)) for part in (self.columns, self.targets)
+        )
         return PointerBatch(inputs, targets, torch.tensor(self.levels))
