@@ -66,7 +66,7 @@ def do_save_again(team, settings, to):
     """Open the newest checkpoint of a run and save it into another folder without a step."""
     at = Trainer(tiny(**settings), None, team)
     config = at.config.as_dict()
-    checkpoints.save_checkpoint(Path(to), config, at.progress, at.model, at.optimizer, team, at.data.folder, 9)
+    checkpoints.save_checkpoint(Path(to), config, at.progress, at.model, at.optimizer, team, at.source.folder, 9)
 
 
 def do_save_again_alone(team, **task):
@@ -81,7 +81,7 @@ def do_save_again_alone(team, **task):
 def do_break(team, settings, what, rank, step):
     """Let the loss or its gradient become nan at a step of one process."""
     at = Trainer(tiny(**settings), None, team)
-    read, forward, before = at.batches.read, Objective.forward, []
+    read, forward, before = at.source.read, Objective.forward, []
 
     def remember(*arguments):
         before[:] = state_of(at)
@@ -96,7 +96,7 @@ def do_break(team, settings, what, rank, step):
         loss.mean.register_hook(lambda gradient: gradient * float("nan"))
         return loss
 
-    at.batches.read, Objective.forward = remember, break_it
+    at.source.read, Objective.forward = remember, break_it
     message = None
     try:
         at.run(Interrupts())

@@ -12,10 +12,15 @@ from contextready.errors import ContextReadyError
 from contextready.hf.verbs import add_convert
 from contextready.infer.verbs import add_bench, add_export, add_generate
 from contextready.model.build import ModelConfig
+from contextready.reproduce.verbs import add_pointer, add_reproduce
 from contextready.settings import describe_settings
 from contextready.verbs import Verbs, verb
 
-MORE_WORDS = {"train": "settings", "plan": "settings", "generate": "prompts", "bench": "what"}
+MORE_WORDS = {
+    **dict.fromkeys(("train", "plan", "pointer", "reproduce"), "settings"),
+    "generate": "prompts",
+    "bench": "what",
+}
 """Verbs that take any number of words, and under which name."""
 
 
@@ -67,6 +72,8 @@ def build_parser() -> argparse.ArgumentParser:
         add_export,
         add_bench,
         add_plot,
+        add_pointer,
+        add_reproduce,
         _add_info,
         _add_exact,
     ):

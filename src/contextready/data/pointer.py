@@ -81,6 +81,13 @@ class PointerTask:
         return self.hops + 1
 
     @property
+    def length(self) -> int:
+        """T, tokens of a sequence: 338 in the paper's setting."""
+        H = self.hops
+        sections = H if self.queries == "level" else H * (H + 3) // 2
+        return (H + 1) * (3 * self.keys + 1) + 3 * self.keys * sections + H + 2
+
+    @property
     def equals(self) -> int:
         """The token "="."""
         return self.vocab_size - 4
@@ -167,6 +174,24 @@ class PointerTask:
         level, number = divmod(token - self.values, self.keys)
         name = level * self.keys + number
         return chr(ord("A") + name) if (self.hops + 1) * self.keys <= 26 else f"k{level}.{number}"
+
+    def shown(self, batch: PointerBatch, row: int = 0) -> str:
+        """A sequence as the paper prints it: a line of inputs and one of targets for every table and query section."""
+        inputs = [self.spelled(int(token)) for token in batch.inputs_BT[row]]
+        targets = ["_" if target == IGNORED else self.spelled(int(target)) for target in batch.targets_BT[row]]
+        lines, first, level = [], 0, -1
+        for end in [*(i + 1 for i, name in enumerate(inputs) if name == "|"), len(inputs)]:
+            if inputs[first] != "Q":
+                level += 1
+                lines.append(f"Level {level} ({'index table' if level else 'base table'} and queries)")
+            for name, words in (("Input: ", inputs), ("Target:", targets)):
+                lines.append(f"  {name} " + " ".join(f"{word:>{self._widest}}" for word in words[first:end]))
+            first = end
+        return "\n".join(lines)
+
+    @property
+    def _widest(self) -> int:
+        return max(len(self.spelled(token)) for token in range(self.vocab_size))
 
 
 class _Row:

@@ -77,6 +77,8 @@ class Progress:
     best_loss: float | None = None
     data_identity: str | None = None
     tokenizer_sha256: str | None = None
+    solved: bool = False
+    """Whether the last validation left nothing to learn."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ def save_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     team: Team,
-    tokenizer_folder: Path,
+    tokenizer_folder: Path | None,
     keep: int,
 ) -> Path:
     """Write the checkpoint of this step, then delete the ones no longer kept. All processes call this."""
@@ -230,7 +232,7 @@ def write_rest(
     config: dict[str, Any],
     progress: Progress,
     generators: dict[str, Tensor],
-    tokenizer_folder: Path,
+    tokenizer_folder: Path | None,
     described: dict[str, Any] | None = None,
 ) -> None:
     """Everything of a checkpoint but weights and moments, and the manifest at last."""
@@ -242,7 +244,7 @@ def write_rest(
     write_json(folder / "config.json", config)
     write_json(folder / "trainer.json", vars(progress) | {"rng": _other_generators()})
     for file in TOKENIZER_FILES:
-        if (tokenizer_folder / file).is_file():
+        if tokenizer_folder is not None and (tokenizer_folder / file).is_file():
             shutil.copyfile(tokenizer_folder / file, folder / file)
     write_manifest(folder, FORMAT, {"step": progress.step})
 

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+from contextready.data.pointer import PointerTask
 from contextready.errors import ContextReadyError
 from contextready.model.build import ModelConfig
 from contextready.model.correction import check_correction
 from contextready.settings import build_settings, nearest
+from contextready.train.task import TASK_KEYS, split_task
 
 PAPER_PASSES = 5
 OF_MODE = {"truncated_passes": "truncated", "adjoint_steps": "implicit", "adjoint_tolerance": "implicit"}
@@ -183,10 +185,13 @@ class RunConfig:
 
     model: ModelConfig | PretrainedModelConfig
     train: TrainConfig
+    task: PointerTask | None = None
+    """What it learns, if not text."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return {"model": dataclasses.asdict(self.model), "train": dataclasses.asdict(self.train)}
+        parts = {"model": self.model, "train": self.train, "task": self.task}
+        return {name: dataclasses.asdict(part) for name, part in parts.items() if part is not None}
 
 
 MODEL_KEYS = [field.name for field in dataclasses.fields(ModelConfig)]
@@ -199,7 +204,8 @@ FREE_ON_RESUME = {
 
 
 def build_run(settings: Mapping[str, Any]) -> RunConfig:
-    """Make a run from flat settings of model and training together; `vocab_size` must be among them."""
+    """Make a run from flat settings of model, training and task together; `vocab_size` must be among them for text."""
+    task, settings = split_task(settings)
     kind = PretrainedModelConfig if settings.get("pretrained") is not None else ModelConfig
     ours, others = (PRETRAINED_KEYS, MODEL_KEYS) if kind is PretrainedModelConfig else (MODEL_KEYS, PRETRAINED_KEYS)
     for key in settings:
@@ -210,10 +216,10 @@ def build_run(settings: Mapping[str, Any]) -> RunConfig:
                 f"{key}={settings[key]} is for a pretrained model; name one with pretrained=FOLDER, or leave {key} out."
             )
         if key not in ours and key not in TRAIN_KEYS:
-            raise ContextReadyError(f"Unknown setting '{key}'; {nearest(key, [*ours, *TRAIN_KEYS])}")
+            raise ContextReadyError(f"Unknown setting '{key}'; {nearest(key, [*ours, *TRAIN_KEYS, *TASK_KEYS])}")
     model = build_model_settings({key: value for key, value in settings.items() if key in ours})
     train = build_settings(TrainConfig, {key: value for key, value in settings.items() if key in TRAIN_KEYS})
-    return RunConfig(model, _settle_passes(model, train))
+    return RunConfig(model, _settle_passes(model, train), task)
 
 
 def build_model_settings(values: Mapping[str, Any]) -> ModelConfig | PretrainedModelConfig:
@@ -267,7 +273,11 @@ def check_same_run(theirs: Mapping[str, Any], ours: RunConfig, where: str) -> No
     mine = ours.as_dict()
     # The cosine's rate depends on how many steps there are; otherwise a run may be made longer.
     free = FREE_ON_RESUME - ({"steps"} if ours.train.schedule == "cosine" else set())
-    for part, cls in (("model", type(ours.model)), ("train", TrainConfig)):
+    if (theirs.get("task") is None) != (ours.task is None):
+        raise ContextReadyError(f"{where} learned another task; choose another out=.")
+    for part, cls in (("model", type(ours.model)), ("train", TrainConfig), ("task", PointerTask)):
+        if part not in mine:
+            continue
         defaults = {field.name: field.default for field in dataclasses.fields(cls)}
         # The gradient first: how many passes there are follows from it.
         for key, value in sorted(mine[part].items(), key=lambda setting: setting[0] != "gradient"):

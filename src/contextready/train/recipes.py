@@ -23,6 +23,8 @@ from contextready.train.config import RunConfig, build_run
 FOLDER = Path(__file__).parent.parent / "recipes"
 FIRST = ("main-85m", "main-340m", "efficiency", "k10-fixed", "k10-pretrain", "finetune", "pretrain", "token-matched")
 """The order in which experiments claim a model named alone; the others follow by name."""
+OF_CORRECTION = ("passes", "k_min", "gradient")
+"""Settings of the training that a transformer has no use for."""
 
 Settings = dict[str, Any]
 
@@ -52,8 +54,6 @@ def load_recipe(name: str) -> Settings:
     for found, settings in paper_experiments().items():
         if experiment in ("", found) and model in settings["models"]:
             return _paper_recipe(found, model, settings)
-    if model.startswith("pointer-") and model in PAPER_MODELS:
-        raise ContextReadyError(f"{model} learns pointer chasing, not text; there is no recipe for that task yet.")
     known = [*recipe_names(), *(name.rpartition("/")[2] for name in recipe_names())]
     raise ContextReadyError(f"There is no recipe '{name}'; {nearest(name, known)} (crt train --list shows all.)")
 
@@ -64,8 +64,11 @@ def _paper_recipe(experiment: str, model: str, settings: Settings) -> Settings:
     if isinstance(models, dict):
         rest |= models[model]
     if shape["correction"] is None:
-        # A transformer makes one pass; the experiment's K is its context-ready models'.
-        rest = {key: value for key, value in rest.items() if key not in ("passes", "k_min")}
+        # A transformer makes one pass; the experiment's K and gradient are its context-ready models'.
+        rest = {key: value for key, value in rest.items() if key not in OF_CORRECTION}
+    if "task" in rest:
+        # The task knows its vocabulary, also where its settings are changed.
+        del shape["vocab_size"]
     if "init_from" in rest:
         rest["init_from"] = rest["init_from"].format(transformer=model.replace("-d", "-n"))
     return {"out": f"runs/{experiment}/{model}"} | shape | rest
@@ -76,8 +79,8 @@ def resolve(recipe: str, words: Sequence[str]) -> RunConfig:
     given = parse_assignments(words)
     settings = load_recipe(recipe) | given
     if given.get("correction", "").lower() == "none":
-        # A recipe's K is its correction's; without one there is a single pass.
-        settings = {key: value for key, value in settings.items() if key not in ("passes", "k_min") or key in given}
+        # A recipe's K and gradient are its correction's; without one there is a single pass.
+        settings = {key: value for key, value in settings.items() if key not in OF_CORRECTION or key in given}
     for key in ("data", "out", "init_from", "pretrained"):
         # A path written as a number or a date in YAML is still a path.
         if settings.get(key) is not None:

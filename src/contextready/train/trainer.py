@@ -6,7 +6,7 @@ import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from math import exp, isfinite
+from math import isfinite
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -15,22 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from contextready.analysis.perplexity import Score, parallel_scores, sequential_score
-from contextready.data.batches import Batches, Windows
-from contextready.data.shards import SPLITS, Data
 from contextready.device import find_device, multiplies_bf16
 from contextready.errors import ContextReadyError
 from contextready.files import locked, write_json
-from contextready.model.build import ModelConfig
 from contextready.model.context_ready import ContextReady
 from contextready.model.transformer import Transformer
 from contextready.train import checkpoint as checkpoints
 from contextready.train.config import RunConfig, check_for_team, check_same_run
 from contextready.train.cost import sequence_macs
 from contextready.train.metrics import Metrics, Record
-from contextready.train.models import check_tokenizer, cost_of, start_model
+from contextready.train.models import cost_of, start_model
 from contextready.train.objective import Objective
 from contextready.train.schedule import learning_rate, passes_of_step
+from contextready.train.source import Source, open_source
 from contextready.train.team import Team, joined, local_part, whole_tensor
 
 
@@ -81,17 +78,7 @@ class Trainer:
         self.team.check_same(config.as_dict())
         check_for_team(config, self.team.size)
         self.folder = Path(t.out)
-        self.team.let_first(lambda: Data(Path(t.data), SPLITS if t.verify_data else ()))
-        self.data = Data(Path(t.data), verify=())
-        self.data.tokenizer()
-        check_tokenizer(config.model, self.data.tokenizer_sha256, self.data.folder)
-        if isinstance(config.model, ModelConfig) and self.data.vocab_size > config.model.vocab_size:
-            raise ContextReadyError(
-                f"The data {t.data} has {self.data.vocab_size:,} kinds of tokens, more than "
-                f"vocab_size={config.model.vocab_size}; raise it or use the data's own by leaving it out."
-            )
-        self.batches = Batches(self.data.row("train"), t.block_size, t.seed)
-        self.validation = Windows(self.data.row("val"), t.block_size, "validation")
+        self.source = open_source(config, self.team)
         self.device = self.team.device
 
         newest = self._newest()
@@ -100,7 +87,7 @@ class Trainer:
         self.account = cost_of(config.model, self.model)
         self.macs = cache(partial(sequence_macs, self.account, t))
         if newest is None and t.init_from is not None:
-            load_origin(self.model, config, checkpoints.open_checkpoint(Path(t.init_from)), self.data)
+            load_origin(self.model, config, checkpoints.open_checkpoint(Path(t.init_from)), self.source)
         self.objective = Objective(
             self.model,
             t.compile,
@@ -129,9 +116,9 @@ class Trainer:
             checkpoints.clear_leftovers(self.folder)
         self.team.wait()
         newest = checkpoints.newest_checkpoint(self.folder)
-        if len(set(self.team.gather((newest, self.data.identity)))) > 1:
+        if len(set(self.team.gather((newest, self.source.identity)))) > 1:
             raise ContextReadyError(
-                f"The processes see different checkpoints in {self.folder} or different data in {self.data.folder}; "
+                f"The processes see different checkpoints in {self.folder} or different data in {self.source.name}; "
                 "both must be on disks that all of them share."
             )
         return newest
@@ -141,9 +128,9 @@ class Trainer:
         self.team.let_first(lambda: checkpoints.open_checkpoint(newest))
         saved = checkpoints.open_checkpoint(newest, verify=False)
         check_same_run(saved.config, self.config, str(newest))
-        if saved.progress.data_identity != self.data.identity:
+        if saved.progress.data_identity != self.source.identity:
             raise ContextReadyError(
-                f"{newest} was trained on other data than {self.data.folder}; give the same, or another out=."
+                f"{newest} was trained on other data than {self.source.name}; give the same, or another out=."
             )
         return checkpoints.restore(saved, self.model, self.optimizer, self.team)
 
@@ -155,8 +142,8 @@ class Trainer:
         )
         return checkpoints.Progress(
             precision="bf16" if bf16 else "fp32",
-            data_identity=self.data.identity,
-            tokenizer_sha256=self.data.tokenizer_sha256,
+            data_identity=self.source.identity,
+            tokenizer_sha256=self.source.tokenizer_sha256,
         )
 
     def run(self, interrupts: "Interrupts") -> Result:
@@ -179,7 +166,8 @@ class Trainer:
     def _run(self, interrupts: "Interrupts", metrics: Metrics | None, saved: Path | None) -> Result:
         t, p = self.config.train, self.progress
         val_loss = self._validate(metrics) if saved is None else None
-        while p.step < t.steps and (signal_number := self._asked_to_stop(interrupts)) is None:
+        signal_number = None
+        while p.step < t.steps and not p.solved and (signal_number := self._asked_to_stop(interrupts)) is None:
             record = self.step(saved)
             last = p.step == t.steps
             if metrics is not None and (p.step % t.log_every == 0 or last):
@@ -188,13 +176,13 @@ class Trainer:
                 self.display.update(record)
             best = p.best_step
             if p.step % t.eval_every == 0 or last:
-                val_loss = self._validate(metrics)
-            if p.step % t.save_every == 0 or last or p.best_step != best:
+                val_loss = self._validate(metrics, thorough=last)
+            if p.step % t.save_every == 0 or last or p.solved or p.best_step != best:
                 saved = self._save(metrics, saved)
         if saved != checkpoints.step_folder(self.folder, p.step):
             saved = self._save(metrics, saved)
         assert saved is not None
-        stopped_by = signal_number if p.step < t.steps else None
+        stopped_by = signal_number if p.step < t.steps and not p.solved else None
         return Result(self.folder, saved, p.step, val_loss, self.team.is_first, stopped_by)
 
     def _asked_to_stop(self, interrupts: "Interrupts") -> int | None:
@@ -217,7 +205,7 @@ class Trainer:
         measure = (p.step + 1) % t.log_every == 0 or p.step + 1 == t.steps
         for part in range(t.accumulate):
             first = p.sequences + part * t.batch_size + self.team.rank * share
-            inputs_BT, targets_BT = (tokens.to(self.device) for tokens in self.batches.read(first, share))
+            inputs_BT, targets_BT = (tokens.to(self.device) for tokens in self.source.read(first, share))
             with self.team.synchronising(self.wrapped, now=part == t.accumulate - 1):
                 loss = self.objective.backward(
                     inputs_BT, targets_BT, passes, 1.0 / t.accumulate, measure, wrapped=self.wrapped
@@ -245,32 +233,25 @@ class Trainer:
             "residual": residual,
         }
 
-    def _validate(self, metrics: Metrics | None) -> float:
-        """Validation loss at K passes, or streamed if training is, in full precision; remembers the best."""
-        t, p = self.config.train, self.progress
-        windows = None if t.eval_tokens is None else max(1, t.eval_tokens // t.block_size)
-        share = (self.team.rank, self.team.size)
+    def _validate(self, metrics: Metrics | None, thorough: bool = False) -> float:
+        """Score the model in full precision; remembers the best loss, and whether there is nothing left to learn."""
+        p = self.progress
         self.model.eval()
         with self.team.whole(self.wrapped):
-            if t.passes is None:
-                assert isinstance(self.model, ContextReady)
-                mine = sequential_score(self.model, self.validation, windows, share=share)
-            else:
-                mine = parallel_scores(self.model, self.validation, [t.passes], windows, share=share)[t.passes]
+            mine = self.source.score(self.model, p.step, (self.team.rank, self.team.size), thorough)
         self.model.train()
-        score = Score.interleaved([Score(nll_W) for nll_W in self.team.gather(mine.nll_W)])
-        if isfinite(score.loss) and p.step > 0 and (p.best_loss is None or score.loss < p.best_loss):
-            p.best_step, p.best_loss = p.step, score.loss
-        record = self._standing() | {
-            "val_loss": score.loss,
-            "val_loss_error": score.loss_error,
-            "val_perplexity": exp(min(score.loss, 700.0)),
-        }
+        record = self._standing() | self.source.summary(self.team.gather(mine))
+        if record.get("solved") and not thorough:
+            return self._validate(metrics, thorough=True)
+        loss: float = record["val_loss"]
+        if isfinite(loss) and p.step > 0 and (p.best_loss is None or loss < p.best_loss):
+            p.best_step, p.best_loss = p.step, loss
+        p.solved = record.get("solved", False)
         if metrics is not None:
             metrics.add(record)
         if self.display is not None:
             self.display.update(record)
-        return score.loss
+        return loss
 
     def _save(self, metrics: Metrics | None, last_checkpoint: Path | None) -> Path:
         """Write a checkpoint, unless the last update has left the weights not finite."""
@@ -286,7 +267,7 @@ class Trainer:
             self.model,
             self.optimizer,
             self.team,
-            self.data.folder,
+            self.source.folder,
             self.config.train.keep,
         )
 
@@ -345,7 +326,7 @@ class Interrupts:
 
 
 def load_origin(
-    model: Transformer | ContextReady, config: RunConfig, origin: checkpoints.Checkpoint, data: Data
+    model: Transformer | ContextReady, config: RunConfig, origin: checkpoints.Checkpoint, source: Source
 ) -> None:
     """Start from the weights of a checkpoint: the whole model, or its blocks where the origin is a transformer."""
     for key in ("heads", "window", "rope_base"):
@@ -353,9 +334,9 @@ def load_origin(
         theirs, ours = getattr(origin.native_config, key), getattr(config.model, key)
         if theirs != ours:
             raise ContextReadyError(f"{origin.folder} was trained with {key}={theirs}, not {ours}; set {key}={theirs}.")
-    if origin.progress.tokenizer_sha256 != data.tokenizer_sha256:
+    if origin.progress.tokenizer_sha256 != source.tokenizer_sha256:
         raise ContextReadyError(
-            f"{origin.folder} was trained with another tokenizer than the data {data.folder}; prepare the data with "
+            f"{origin.folder} was trained with another tokenizer than the data {source.name}; prepare the data with "
             f"crt data prepare --tokenizer {origin.folder}."
         )
     converts = isinstance(model, ContextReady) and origin.native_config.correction is None

@@ -1,0 +1,79 @@
+"""Pointer chasing, scored: how many answers of each level are right, read as the model would stream."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from contextready.data.pointer import PointerBatch, PointerTask
+from contextready.model.context_ready import ContextReady
+from contextready.model.transformer import Transformer
+
+SOLVED = 0.99
+"""A level is solved when at least this part of its answers is right."""
+ROWS = 500
+"""Sequences that are read side by side."""
+
+
+@dataclass(frozen=True)
+class LevelScore:
+    """Answers of every level: how many were asked for, how many were right, and their negative log-likelihood."""
+
+    asked_L: np.ndarray
+    right_L: np.ndarray
+    nll_L: np.ndarray
+
+    @property
+    def accuracy(self) -> list[float]:
+        """Of each level."""
+        return [float(part) for part in self.right_L / self.asked_L]
+
+    @property
+    def solved(self) -> int:
+        """How many levels are solved."""
+        return sum(part >= SOLVED for part in self.accuracy)
+
+    @property
+    def loss(self) -> float:
+        """Nats per answer."""
+        return float(self.nll_L.sum() / self.asked_L.sum())
+
+    @classmethod
+    def joined(cls, parts: "Sequence[LevelScore]") -> "LevelScore":
+        """All that several scored."""
+        return cls(*(sum(getattr(part, name) for part in parts) for name in ("asked_L", "right_L", "nll_L")))
+
+
+@torch.inference_mode()
+def score_levels(model: Transformer | ContextReady, task: PointerTask, batch: PointerBatch) -> LevelScore:
+    """Score sequences: a context-ready model reads them token by token, which is exact; a transformer at once."""
+    device = next(model.parameters()).device
+    asks_T = batch.levels_T >= 0
+    levels_Q = batch.levels_T[asks_T]
+    sums = torch.zeros(3, task.levels, dtype=torch.float64)
+    for inputs_BT, targets_BT in zip(
+        *(torch.split(part, ROWS) for part in (batch.inputs_BT, batch.targets_BT)), strict=True
+    ):
+        logits_BQV = _answers(model, inputs_BT.to(device), asks_T.to(device)).cpu().double()
+        targets_BQ = targets_BT[:, asks_T]
+        right_BQ = (logits_BQV.argmax(dim=-1) == targets_BQ).double()
+        nll_BQ = F.cross_entropy(logits_BQV.flatten(0, 1), targets_BQ.flatten(), reduction="none").view_as(right_BQ)
+        for kind, values_BQ in enumerate((torch.ones_like(right_BQ), right_BQ, nll_BQ)):
+            sums[kind].index_add_(0, levels_Q, values_BQ.sum(dim=0))
+    return LevelScore(*sums.numpy())
+
+
+def _answers(model: Transformer | ContextReady, inputs_BT: Tensor, asks_T: Tensor) -> Tensor:
+    """Logits where something is asked."""
+    backbone: Any = model.backbone if isinstance(model, ContextReady) else model
+    e_BTC = backbone.embed(inputs_BT)
+    if isinstance(model, ContextReady):
+        z_BTC, _ = model.read(e_BTC, model.init_state(len(inputs_BT)))
+    else:
+        z_BTC, _ = model.blocks(e_BTC)
+    logits_BQV: Tensor = backbone.head(z_BTC[:, asks_T])
+    return logits_BQV

@@ -1,0 +1,114 @@
+"""The pictures of pointer chasing: the wave of levels being learned, and the staircase of levels against depth."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from contextready.errors import ContextReadyError
+from contextready.extras import require
+from contextready.train.metrics import Record, read_metrics
+
+FORMATS = (".png", ".svg")
+
+
+class Wave(NamedTuple):
+    """Accuracy of every level over a run."""
+
+    name: str
+    steps_S: np.ndarray
+    accuracy_SL: np.ndarray
+
+
+class Stair(NamedTuple):
+    """Levels solved against depth: one line, with a value of each seed at each depth."""
+
+    name: str
+    solved: Mapping[int, Sequence[int]]
+
+
+def level_records(run: Path) -> list[Record]:
+    """The validations of a run on pointer chasing."""
+    records = [record for record in read_metrics(run) if "accuracy" in record]
+    if not records:
+        raise ContextReadyError(f"The run {run} has no accuracy of levels: it did not learn pointer chasing.")
+    return records
+
+
+def read_wave(run: Path, name: str | None = None) -> Wave:
+    """What a run's metrics say of its levels."""
+    records = level_records(run)
+    steps_S = np.array([record["step"] for record in records])
+    return Wave(name or run.name, steps_S, np.array([record["accuracy"] for record in records]))
+
+
+def draw_waves(waves: Sequence[Wave], out: Path, chance: float) -> list[Path]:
+    """Levels against steps as heat maps on one scale of steps, one below the other; writes a PNG and an SVG."""
+    pyplot = _pyplot()
+    levels = max(wave.accuracy_SL.shape[1] for wave in waves)
+    height = 0.9 + len(waves) * (0.55 + 0.16 * levels)
+    figure, grid = pyplot.subplots(
+        len(waves), 1, figsize=(7.5, height), squeeze=False, sharex=True, layout="constrained"
+    )
+    image = None
+    for axes, wave in zip(grid[:, 0], waves, strict=True):
+        # A cell ends where the next validation was; the first, at step 0, has no width to its left.
+        edges_S = np.concatenate((wave.steps_S[:1], (wave.steps_S[1:] + wave.steps_S[:-1]) / 2, wave.steps_S[-1:]))
+        rows_L = np.arange(wave.accuracy_SL.shape[1] + 1) - 0.5
+        image = axes.pcolormesh(edges_S, rows_L, wave.accuracy_SL.T, vmin=chance, vmax=1.0, cmap="viridis")
+        axes.set_yticks(range(wave.accuracy_SL.shape[1]))
+        axes.set_ylabel("level")
+        axes.set_title(wave.name, fontsize=9, loc="left")
+    grid[-1, 0].set_xlabel("steps")
+    figure.colorbar(image, ax=list(grid[:, 0]), label="accuracy", fraction=0.05)
+    return _saved(figure, out)
+
+
+def draw_staircase(stairs: Sequence[Stair], levels: int, bound: Mapping[int, int] | None, out: Path) -> list[Path]:
+    """Levels solved against layers: every seed as a dot, a line through the medians, and what the window allows."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(figsize=(6.5, 4.2), layout="constrained")
+    if bound:
+        axes.step(
+            list(bound),
+            list(bound.values()),
+            where="mid",
+            color="0.6",
+            linestyle="--",
+            label="the receptive field allows",
+        )
+    for number, stair in enumerate(stairs):
+        depths = sorted(stair.solved)
+        medians = [float(np.median(stair.solved[depth])) for depth in depths]
+        colour = f"C{number}"
+        if len(depths) == 1:
+            axes.plot(depths, medians, "*", markersize=15, color=colour, label=stair.name)
+        else:
+            axes.plot(depths, medians, color=colour, linewidth=1.6, label=stair.name)
+        for depth in depths:
+            # Equal results of several seeds would hide one another; lines are set apart a little too.
+            spread = 0.06 * (np.arange(len(stair.solved[depth])) - (len(stair.solved[depth]) - 1) / 2)
+            axes.plot(depth + spread, stair.solved[depth], ".", color=colour, markersize=6, alpha=0.7)
+    axes.axhline(levels, color="0.85", linewidth=0.8, zorder=0)
+    axes.set_ylim(-0.2, levels + 0.4)
+    axes.set_yticks(range(levels + 1))
+    axes.set_xticks(sorted({depth for stair in stairs for depth in stair.solved}))
+    axes.set_xlabel("layers")
+    axes.set_ylabel(f"levels solved, of {levels}")
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    return _saved(figure, out)
+
+
+def _pyplot() -> Any:
+    require("matplotlib", "plot").use("Agg")
+    return require("matplotlib.pyplot", "plot")
+
+
+def _saved(figure: Any, out: Path) -> list[Path]:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    written = [out.with_suffix(ending) for ending in FORMATS]
+    for path in written:
+        figure.savefig(path, dpi=150)
+    _pyplot().close(figure)
+    return written

@@ -1,0 +1,113 @@
+"""The verbs `crt pointer` and `crt reproduce`."""
+
+import argparse
+from pathlib import Path
+
+from contextready.errors import ContextReadyError
+from contextready.verbs import Verbs, verb
+
+PARTS = ("headline", "table", "growth", "parallel", "all")
+
+
+def add_pointer(verbs: Verbs) -> None:
+    """Describe `crt pointer`."""
+    from contextready.data.pointer import PointerTask
+    from contextready.settings import describe_settings
+
+    pointer = verb(
+        verbs,
+        "pointer",
+        "pointer chasing: train a model, watch its levels being solved",
+        "Train a model on pointer chasing, the task on which depth can be counted, until every level\n"
+        "is solved (0.99 of the answers right on 2,000 fresh sequences) or its steps are made. The\n"
+        "same command goes on after any interruption. Writes the wave of levels as a picture.",
+        f"settings of the task:\n{describe_settings(PointerTask)}\n\n"
+        "settings of model and training: see crt train --help.\n\n"
+        "examples:\n"
+        "  crt pointer --show                            an example of the task, as the paper prints it\n"
+        "  crt pointer                                   one context-ready layer, through the stream\n"
+        "  crt pointer correction=none layers=2          a transformer of two layers\n"
+        "  crt pointer correction=none layers=1 extra_ffn=true\n"
+        "  crt pointer gradient=unroll passes=10 k_min=none out=runs/k10\n"
+        "  crt pointer gradient=implicit passes=20 k_min=none out=runs/implicit\n"
+        "  crt pointer pointer-d1-c256                   the paper's",
+    )
+    pointer.add_argument(
+        "settings", nargs="*", metavar="RECIPE|key=value", help="a recipe (default: pointer-mini), and changes to it"
+    )
+    pointer.add_argument("--show", action="store_true", help="print an example, and train nothing")
+    pointer.set_defaults(run=_pointer)
+
+
+def add_reproduce(verbs: Verbs) -> None:
+    """Describe `crt reproduce`."""
+    reproduce = verb(
+        verbs,
+        "reproduce",
+        "the paper's experiments, with one command each",
+        "Run an experiment of the paper, all its rows and both readings of the task, several at a\n"
+        "time; the same command goes on where it stopped. Prints the tables as they stand, and writes\n"
+        "them as report.md and report.json, with pictures as PNG and SVG.\n\n"
+        "  headline   one context-ready layer against a transformer of two: minutes on two cores\n"
+        "  table      transformers of every depth and one context-ready layer, in both readings\n"
+        "  growth     one context-ready layer with more hops\n"
+        "  parallel   one context-ready layer trained by parallel passes\n"
+        "  all        all of them",
+        "examples:\n"
+        "  crt reproduce pointer --part headline\n"
+        "  crt reproduce pointer --scale cpu --seeds 0,1,2\n"
+        "  crt reproduce pointer --scale paper --part table",
+    )
+    reproduce.add_argument("experiment", choices=["pointer"], help="which one")
+    reproduce.add_argument(
+        "settings", nargs="*", metavar="key=value", help="settings that change every run, for example steps=500"
+    )
+    reproduce.add_argument(
+        "--scale", choices=["cpu", "paper"], default="cpu", help="miniature or as in the paper (default: cpu)"
+    )
+    reproduce.add_argument("--part", choices=PARTS, default="table", help="which rows (default: table)")
+    reproduce.add_argument("--seeds", default="0", help="seeds, as 0,1,2 (default: 0)")
+    reproduce.add_argument("--out", type=Path, help="folder of all runs (default: runs/pointer-SCALE)")
+    reproduce.add_argument(
+        "--jobs", type=int, help="runs at a time (default: one for each core, or one where there is a GPU)"
+    )
+    reproduce.add_argument("--report", action="store_true", help="only print what there is; train nothing")
+    reproduce.set_defaults(run=_reproduce)
+
+
+def parse_seeds(text: str) -> list[int]:
+    """`0,1,2` as numbers."""
+    try:
+        seeds = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ContextReadyError(f"--seeds {text} is not a list of numbers; write it as 0,1,2.") from None
+    if len(set(seeds)) < len(seeds) or min(seeds) < 0:
+        raise ContextReadyError(f"--seeds {text}: give each seed once, 0 or above.")
+    return seeds
+
+
+def _pointer(options: argparse.Namespace) -> int:
+    from contextready.train.pointer import print_example, resolve_pointer, run_pointer
+
+    config = resolve_pointer(options.settings)
+    if options.show:
+        assert config.task is not None
+        print_example(config.task, config.train.seed)
+        return 0
+    return run_pointer(config)
+
+
+def _reproduce(options: argparse.Namespace) -> int:
+    from contextready.reproduce.console import run_reproduce
+
+    if options.jobs is not None and options.jobs < 1:
+        raise ContextReadyError(f"--jobs {options.jobs} is too few; give at least 1.")
+    return run_reproduce(
+        options.scale,
+        [part for part in PARTS if part != "all"] if options.part == "all" else [options.part],
+        parse_seeds(options.seeds),
+        options.out or Path(f"runs/pointer-{options.scale}"),
+        options.settings,
+        options.jobs,
+        only_report=options.report,
+    )
