@@ -284,6 +284,7 @@ def _unshard(options: argparse.Namespace) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     from contextready.train.console import print_recipes, print_settings, run_train
+    from contextready.train.pointer import run_pointer
     from contextready.train.recipes import resolve
 
     if options.list:
@@ -291,10 +292,11 @@ def _train(options: argparse.Namespace) -> int:
         return 0
     if options.recipe is None:
         raise ContextReadyError("Name a recipe, for example mini-d1; crt train --list shows all.")
+    config = resolve(options.recipe, options.settings)
     if options.dry_run:
-        print_settings(resolve(options.recipe, options.settings))
+        print_settings(config)
         return 0
-    return run_train(options.recipe, options.settings)
+    return run_train(config) if config.task is None else run_pointer(config)
 
 
 def _info(options: argparse.Namespace) -> None:

@@ -156,3 +156,46 @@ def test_nonsense_is_refused(changes, sentence):
 def test_an_unknown_split_is_refused():
     with pytest.raises(ContextReadyError, match="no split 'val'"):
         PointerTask().batch("val", 0, 0, 1)
+
+
+@pytest.mark.parametrize("task", [*TASKS, PointerTask(), PointerTask(hops=1, keys=1), PointerTask(20, 5, 10)])
+def test_the_length_is_that_of_the_sequences(task):
+    batch = task.batch("train", 0, 0, 2)
+    assert batch.inputs_BT.shape == batch.targets_BT.shape == (2, task.length)
+    assert int(batch.inputs_BT.max()) < task.vocab_size
+
+
+def test_the_papers_sizes():
+    assert (PointerTask().length, PointerTask().window, PointerTask().vocab_size) == (338, 38, 69)
+
+
+def test_an_example_is_shown_as_the_paper_prints_it():
+    task = PointerTask(hops=2, keys=3, values=10, answers="visible")
+    assert task.shown(example(task)) == "\n".join(
+        [
+            "Level 0 (base table and queries)",
+            "  Input:  v3  =  A v0  =  B v8  =  C  |",
+            "  Target:  _  _  _  _  _  _  _  _  _  _",
+            "  Input:   Q  A v3  Q  B v0  Q  C v8  |",
+            "  Target:  _ v3  _  _ v0  _  _ v8  _  _",
+            "Level 1 (index table and queries)",
+            "  Input:   A  =  D  B  =  E  C  =  F  |",
+            "  Target:  _  _  _  _  _  _  _  _  _  _",
+            "  Input:   Q  D v3  Q  E v0  Q  F v8  |",
+            "  Target:  _ v3  _  _ v0  _  _ v8  _  _",
+            "Level 2 (index table and queries)",
+            "  Input:   D  =  G  E  =  H  F  =  I  |",
+            "  Target:  _  _  _  _  _  _  _  _  _  _",
+            "  Input:   Q  G",
+            "  Target:  _ v3",
+        ]
+    )
+
+
+def test_what_is_shown_is_the_whole_sequence_in_every_reading():
+    for task in TASKS:
+        batch = task.batch("test", 3, 0, 2)
+        lines = task.shown(batch, row=1).splitlines()
+        for name, tokens in (("Input:", batch.inputs_BT[1]), ("Target:", batch.targets_BT[1])):
+            shown = [word for line in lines if line.strip().startswith(name) for word in line.split()[1:]]
+            assert " ".join(shown) == spelled(task, tokens)

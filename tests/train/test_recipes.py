@@ -22,7 +22,7 @@ from contextready.train.config import (
 )
 from contextready.train.recipes import load_recipe, paper_experiments, recipe_names, resolve
 
-SMALL = ("convert", "demo-d1", "demo-n1-ffn", "mini-d1", "mini-finetune", "mini-n1", "mini-n1-ffn")
+SMALL = ("convert", "demo-d1", "demo-n1-ffn", "mini-d1", "mini-finetune", "mini-n1", "mini-n1-ffn", "pointer-mini")
 
 
 def test_the_recipes_are_the_small_ones_and_the_papers():
@@ -33,13 +33,16 @@ def test_the_recipes_are_the_small_ones_and_the_papers():
 
 @pytest.mark.parametrize("name", [name for name in recipe_names() if name != "convert"])
 def test_every_recipe_resolves_and_builds(data, name):
-    run = resolve(name, [f"data={data}", "init_from=none"])
+    learns_text = load_recipe(name).get("task") is None
+    run = resolve(name, [f"data={data}", "init_from=none"] if learns_text else [])
     with torch.device("meta"):
         model = build_model(run.model)
     assert sum(p.numel() for p in model.parameters()) == account(run.model).parameters
     assert run.train.out == f"runs/{name}"
     if run.model.correction is None:
         assert (run.train.passes, run.train.k_min) == (1, None)
+    elif run.train.gradient == "bptt":
+        assert run.train.passes is None
     else:
         assert run.train.passes > 1
 
@@ -65,14 +68,12 @@ def test_without_a_correction_the_recipes_K_is_one(data, recipe):
 
 def test_every_model_of_the_paper_is_in_an_experiment():
     listed = {model for settings in paper_experiments().values() for model in settings["models"]}
-    assert listed == {name for name in PAPER_MODELS if not name.startswith("pointer-")}
+    assert listed == set(PAPER_MODELS)
 
 
 def test_a_models_name_alone_means_the_first_experiment(data):
     for name, paper in PAPER_MODELS.items():
-        if name.startswith("pointer-"):
-            continue
-        run = resolve(name, [f"data={data}", "init_from=none"])
+        run = resolve(name, [] if name.startswith("pointer-") else [f"data={data}", "init_from=none"])
         expected = dataclasses.replace(paper.config, correction_init=run.model.correction_init)
         assert run.model == expected
     assert load_recipe("owt-d1-c2048") == load_recipe("k10-fixed/owt-d1-c2048")
@@ -226,11 +227,6 @@ def test_none_is_none_in_capitals_too(data):
 def test_an_experiments_path_is_no_recipe():
     with pytest.raises(ContextReadyError, match="There is no recipe 'paper/main-85m'"):
         resolve("paper/main-85m", ["vocab_size=300"])
-
-
-def test_the_pointer_models_are_not_for_text():
-    with pytest.raises(ContextReadyError, match="learns pointer chasing, not text"):
-        resolve("pointer-n1-c256", [])
 
 
 @pytest.mark.parametrize(

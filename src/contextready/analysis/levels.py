@@ -19,6 +19,11 @@ ROWS = 500
 """Sequences that are read side by side."""
 
 
+def levels_solved(accuracy: Sequence[float]) -> int:
+    """How many levels are solved at these accuracies."""
+    return sum(part >= SOLVED for part in accuracy)
+
+
 @dataclass(frozen=True)
 class LevelScore:
     """Answers of every level: how many were asked for, how many were right, and their negative log-likelihood."""
@@ -35,7 +40,7 @@ class LevelScore:
     @property
     def solved(self) -> int:
         """How many levels are solved."""
-        return sum(part >= SOLVED for part in self.accuracy)
+        return levels_solved(self.accuracy)
 
     @property
     def loss(self) -> float:

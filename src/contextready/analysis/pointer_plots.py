@@ -82,10 +82,8 @@ def draw_staircase(stairs: Sequence[Stair], levels: int, bound: Mapping[int, int
         depths = sorted(stair.solved)
         medians = [float(np.median(stair.solved[depth])) for depth in depths]
         colour = f"C{number}"
-        if len(depths) == 1:
-            axes.plot(depths, medians, "*", markersize=15, color=colour, label=stair.name)
-        else:
-            axes.plot(depths, medians, color=colour, linewidth=1.6, label=stair.name)
+        style = {"linewidth": 1.6} if len(depths) > 1 else {"marker": "*", "markersize": 14, "linestyle": "none"}
+        axes.plot(depths, medians, color=colour, label=stair.name, **style)
         for depth in depths:
             # Equal results of several seeds would hide one another; lines are set apart a little too.
             spread = 0.06 * (np.arange(len(stair.solved[depth])) - (len(stair.solved[depth]) - 1) / 2)

@@ -4,11 +4,8 @@ The paper's bound: with N layers and a window of W, nothing before t - N·W can 
 token itself out; `TransformerConfig.window` counts it, so a layer reaches back window - 1 positions.
 """
 
-from dataclasses import replace
-
 import numpy as np
 
-from contextready.analysis.levels import SOLVED
 from contextready.data.pointer import PointerTask
 
 
@@ -20,8 +17,9 @@ def reach(layers: int, window: int) -> int:
 def best_accuracy(task: PointerTask, reached: int) -> list[float]:
     """The most that any function can get right at each level if it sees no further than `reached` positions back.
 
-    For masked answers. A query's chain ends at each entry of the base table equally often; where that entry's value is
-    out of sight, nothing is left but to guess one of V values, since values are drawn independently of each other.
+    For masked answers. A query of the base table asks for its own entry; the chain of a later one ends at each entry
+    equally often. Where that entry's value is out of sight, nothing is left but to guess one of V values, since they
+    are drawn independently of each other.
     """
     if task.answers != "masked":
         raise ValueError("With visible answers a query need not reach the base table.")
@@ -30,11 +28,6 @@ def best_accuracy(task: PointerTask, reached: int) -> list[float]:
     best = []
     for level in range(task.levels):
         asked_Q = np.flatnonzero(levels_T == level)
-        seen_QM = asked_Q[:, None] - value_positions_M <= reached
-        best.append(float(np.where(seen_QM, 1.0, 1.0 / task.values).mean()))
+        seen = asked_Q - value_positions_M <= reached if level == 0 else asked_Q[:, None] - value_positions_M <= reached
+        best.append(float(np.where(seen, 1.0, 1.0 / task.values).mean()))
     return best
-
-
-def most_levels(task: PointerTask, reached: int) -> int:
-    """How many levels that allows to be solved."""
-    return sum(best >= SOLVED for best in best_accuracy(replace(task, answers="masked"), reached))

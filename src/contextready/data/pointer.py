@@ -26,6 +26,8 @@ IGNORED = -100
 """The target where nothing is asked."""
 HELD_OUT = 8
 """One sequence in so many belongs to the test split."""
+MOST_ROUNDS = 32
+"""Rounds of draws after which a split that has had none is empty; with many sequences that never happens by chance."""
 
 
 class PointerBatch(NamedTuple):
@@ -151,6 +153,11 @@ class PointerTask:
             mine = (self._checksum(base, pointers) % HELD_OUT == 0) == test
             parts.append((base[mine], pointers[mine]))
             found += int(mine.sum())
+            if not found and len(parts) == MOST_ROUNDS:
+                raise ContextReadyError(
+                    f"Pointer chasing with hops={self.hops}, keys={self.keys} and values={self.values} has too few "
+                    "sequences to keep some apart for the test; give more of them."
+                )
         base_BM = np.concatenate([base for base, _ in parts])[:rows]
         pointers_BHM = np.concatenate([pointers for _, pointers in parts])[:rows]
         return base_BM, pointers_BHM, rng.integers(self.keys, size=rows)

@@ -6,18 +6,13 @@ from pathlib import Path
 
 from contextready.errors import ContextReadyError
 from contextready.reproduce.jobs import Job
-from contextready.settings import nearest
+from contextready.settings import nearest, parse_assignments
 from contextready.train.config import RunConfig
 from contextready.train.pointer import Outcome, outcome, resolve_pointer
 
 READINGS = ("masked", "visible")
 PASSES = (2, 5, 10, 20)
-PARTS = {
-    "headline": "one context-ready layer against two of a transformer, masked answers",
-    "table": "transformers of every depth and one context-ready layer, in both readings",
-    "growth": "one context-ready layer with more hops",
-    "parallel": "one context-ready layer trained by parallel passes instead of through the stream",
-}
+PARTS = ("headline", "table", "growth", "parallel")
 
 
 @dataclass(frozen=True)
@@ -126,7 +121,9 @@ def jobs_of(rows: Sequence[Row], seeds: Sequence[int], out: Path, changes: Seque
 
 def with_changes(words: Sequence[str], changes: Sequence[str]) -> tuple[str, ...]:
     """Words with the user's settings in the place of a row's own of the same key."""
-    changed = {word.partition("=")[0] for word in changes}
+    changed = set(parse_assignments(changes))
+    for key in sorted(changed & {"out", "seed", "answers", "task", "layers", "correction", "gradient", "passes"}):
+        raise ContextReadyError(f"{key} is what the rows differ in; leave {key} out (or run one row with crt pointer).")
     return (*(word for word in words if word.partition("=")[0] not in changed), *changes)
 
 

@@ -6,8 +6,6 @@ from pathlib import Path
 from contextready.errors import ContextReadyError
 from contextready.verbs import Verbs, verb
 
-PARTS = ("headline", "table", "growth", "parallel", "all")
-
 
 def add_pointer(verbs: Verbs) -> None:
     """Describe `crt pointer`."""
@@ -41,6 +39,8 @@ def add_pointer(verbs: Verbs) -> None:
 
 def add_reproduce(verbs: Verbs) -> None:
     """Describe `crt reproduce`."""
+    from contextready.reproduce.pointer import PARTS, SCALES
+
     reproduce = verb(
         verbs,
         "reproduce",
@@ -63,9 +63,9 @@ def add_reproduce(verbs: Verbs) -> None:
         "settings", nargs="*", metavar="key=value", help="settings that change every run, for example steps=500"
     )
     reproduce.add_argument(
-        "--scale", choices=["cpu", "paper"], default="cpu", help="miniature or as in the paper (default: cpu)"
+        "--scale", choices=list(SCALES), default="cpu", help="miniature or as in the paper (default: cpu)"
     )
-    reproduce.add_argument("--part", choices=PARTS, default="table", help="which rows (default: table)")
+    reproduce.add_argument("--part", choices=[*PARTS, "all"], default="table", help="which rows (default: table)")
     reproduce.add_argument("--seeds", default="0", help="seeds, as 0,1,2 (default: 0)")
     reproduce.add_argument("--out", type=Path, help="folder of all runs (default: runs/pointer-SCALE)")
     reproduce.add_argument(
@@ -99,12 +99,13 @@ def _pointer(options: argparse.Namespace) -> int:
 
 def _reproduce(options: argparse.Namespace) -> int:
     from contextready.reproduce.console import run_reproduce
+    from contextready.reproduce.pointer import PARTS
 
     if options.jobs is not None and options.jobs < 1:
         raise ContextReadyError(f"--jobs {options.jobs} is too few; give at least 1.")
     return run_reproduce(
         options.scale,
-        [part for part in PARTS if part != "all"] if options.part == "all" else [options.part],
+        PARTS if options.part == "all" else [options.part],
         parse_seeds(options.seeds),
         options.out or Path(f"runs/pointer-{options.scale}"),
         options.settings,

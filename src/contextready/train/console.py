@@ -1,26 +1,26 @@
-"""`crt train` and `crt plan`: resolve the recipe, train or plan, say how it ended."""
+"""`crt train` and `crt plan`: train or plan, say how it ended."""
 
 import dataclasses
 import json
 import signal
-from collections.abc import Sequence
 
 from contextready.train.config import RunConfig
 from contextready.train.cost import step_macs
 from contextready.train.display import ConsoleDisplay
 from contextready.train.models import cost_of
 from contextready.train.plan import make_plan
-from contextready.train.recipes import load_recipe, recipe_names, resolve
+from contextready.train.recipes import load_recipe, recipe_names
 from contextready.train.sharded import METADATA
+from contextready.train.task import TASK_KEYS, split_task
 from contextready.train.trainer import Result, train
 
 
-def run_train(recipe: str, words: Sequence[str]) -> int:
+def run_train(config: RunConfig) -> int:
     """Train in the foreground; the exit code is 0 at the last step and 128 + signal when one stopped it before."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    result = train(resolve(recipe, words), ConsoleDisplay(console))
+    result = train(config, ConsoleDisplay(console))
     if result.speaks:
         console.print(ending(result))
     return 0 if result.stopped_by is None else 128 + result.stopped_by
@@ -54,7 +54,9 @@ def print_recipes() -> None:
         drawn = "" if least in (None, "none") else f"{least}–"
         passes = f"{drawn}{s['passes']}" if "passes" in s else ""
         batch = s["batch_size"] * s.get("accumulate", 1)
-        table.add_row(name, f"{shape} {kind}", f"{batch}×{s['block_size']}", f"{s['steps']:,}", passes)
+        task, _ = split_task({key: value for key, value in s.items() if key in TASK_KEYS})
+        length = s["block_size"] if task is None else task.length
+        table.add_row(name, f"{shape} {kind}", f"{batch}×{length}", f"{s['steps']:,}", passes)
     Console().print(table)
     print("A model's name alone, such as owt-d5-c1120, means the first experiment that lists it.")
 

@@ -87,7 +87,8 @@ def resolve(recipe: str, words: Sequence[str]) -> RunConfig:
             settings[key] = str(settings[key])
     if "correction_init" not in settings and (begins := _correction_init(settings)) is not None:
         settings["correction_init"] = begins
-    if "vocab_size" not in settings and "pretrained" not in settings and "data" in settings:
+    known = any(key in settings for key in ("vocab_size", "pretrained")) or settings.get("task") == "pointer"
+    if not known and "data" in settings:
         settings["vocab_size"] = Data(Path(settings["data"]), verify=()).vocab_size
     return build_run(settings)
 

@@ -27,8 +27,8 @@ def split_task(settings: Mapping[str, Any]) -> tuple[PointerTask | None, dict[st
             key = next(iter(given))
             raise ContextReadyError(f"{key}={given[key]} is of pointer chasing (crt pointer); leave {key} out.")
         return None, rest
-    for key in ("data", "vocab_size", "block_size", "pretrained", "init_from"):
-        if rest.get(key) is not None:
+    for key in ("data", "vocab_size", "block_size", "pretrained"):
+        if str(rest.get(key, "none")).lower() != "none":
             raise ContextReadyError(f"{key}={rest[key]} does not go with pointer chasing; leave {key} out.")
     task = build_settings(PointerTask, given)
     follows = {"data": "", "vocab_size": task.vocab_size, "block_size": task.length}

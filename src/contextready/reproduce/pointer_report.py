@@ -1,0 +1,139 @@
+"""The tables and pictures of pointer chasing, from the runs as they stand."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from contextready.analysis.levels import levels_solved
+from contextready.analysis.pointer_plots import Stair, draw_staircase, draw_waves, read_wave
+from contextready.analysis.receptive_field import best_accuracy, reach
+from contextready.data.pointer import PointerTask
+from contextready.files import write_json
+from contextready.model.build import ModelConfig
+from contextready.reproduce.pointer import READINGS, Result, is_finished
+
+
+def as_markdown(results: Sequence[Result], seeds: Sequence[int], out: Path) -> str:
+    """Every table for which there are runs."""
+    tables = [(f"Answers {answers}", "table", answers) for answers in READINGS]
+    tables += [("More hops", "growth", "masked"), ("Parallel training", "parallel", "masked")]
+    parts = []
+    for title, part, answers in tables:
+        mine = [r for r in results if r.row.part == part and r.row.answers == answers and r.outcomes]
+        if mine and part != "table":
+            # What these are compared with.
+            mine += [r for r in results if r.row.key == "masked-d1" and r.outcomes]
+        if mine:
+            parts.append(f"{title}:\n\n{_table(mine, out)}")
+    several = f"Of seeds {', '.join(map(str, seeds))} in this order. " if len(seeds) > 1 else ""
+    words = (
+        f"{several}Levels solved: at least 0.99 right on 2,000 fresh sequences. Steps: at which all were solved, or "
+        "all that were made; seconds are those of the updates. Accuracy: the median seed's, by level. The window "
+        "allows: the best that a transformer of this depth can do by its receptive field. An asterisk marks runs that "
+        "are not finished."
+    )
+    return "\n\n".join([*parts, words])
+
+
+def _table(results: Sequence[Result], out: Path) -> str:
+    head = ["model", "levels solved", "steps", "seconds", "accuracy by level", "the window allows"]
+    ordered = sorted(results, key=lambda r: (r.row.ready, r.row.part == "table", r.row.layers))
+    return aligned([head, *(_line(result, out) for result in ordered)])
+
+
+def _line(result: Result, out: Path) -> list[str]:
+    found, levels = result.outcomes, task_of(result).levels
+    unfinished = {s for s in found if not is_finished(result.row.folder(s, out), result.config.train.steps)}
+    middle = sorted(found.values(), key=lambda o: (o.levels_solved, sum(o.accuracy)))[(len(found) - 1) // 2]
+    allowed = window_allows(result)
+    return [
+        result.row.name,
+        ", ".join(f"{o.levels_solved}{'*' * (s in unfinished)}" for s, o in found.items()) + f" of {levels}",
+        ", ".join(f"{o.step:,}" for o in found.values()),
+        ", ".join(f"{o.seconds:,.0f}" for o in found.values()),
+        " ".join(f"{part:.2f}" for part in middle.accuracy),
+        "" if allowed is None else " ".join(f"{part:.2f}" for part in allowed),
+    ]
+
+
+def task_of(result: Result) -> PointerTask:
+    """The task of a row."""
+    assert result.config.task is not None
+    return result.config.task
+
+
+def window_allows(result: Result) -> list[float] | None:
+    """The best accuracy by level that a transformer's receptive field allows; none where the bound says nothing.
+
+    It says nothing of a recurrence, nor where the answers to the level before stand in the input.
+    """
+    model = result.config.model
+    assert isinstance(model, ModelConfig)
+    if model.correction is not None or result.row.answers == "visible" or model.window is None:
+        return None
+    return best_accuracy(task_of(result), reach(model.layers, model.window))
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose columns are also aligned as plain text."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    rows = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines]
+    return "\n".join([rows[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *rows[1:]])
+
+
+def as_record(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """The same as plain values."""
+    return [
+        {
+            "name": result.row.name,
+            "answers": result.row.answers,
+            "config": result.config.as_dict(),
+            "window_allows": window_allows(result),
+            "seeds": {str(seed): found._asdict() for seed, found in result.outcomes.items()},
+        }
+        for result in results
+    ]
+
+
+def write_report(results: Sequence[Result], seeds: Sequence[int], out: Path) -> None:
+    """report.md and report.json."""
+    (out / "report.md").write_text(as_markdown(results, seeds, out) + "\n")
+    write_json(out / "report.json", as_record(results))
+
+
+def draw_report(results: Sequence[Result], seed: int, out: Path) -> list[Path]:
+    """The staircase of the tables, and the waves of one seed: PNG and SVG each."""
+    written: list[Path] = []
+    table = [r for r in results if r.row.part == "table" and r.outcomes]
+    stairs = [stair for answers in READINGS for stair in _stairs(table, answers)]
+    if stairs:
+        allowed = {r.row.layers: best for r in table if (best := window_allows(r)) is not None}
+        bound = {layers: levels_solved(best) for layers, best in sorted(allowed.items())}
+        levels = max(task_of(r).levels for r in table)
+        written += draw_staircase(stairs, levels, bound, out / "staircase")
+    for name, those in (
+        ("wave", [r for r in table if r.row.answers == "masked" and (r.row.ready or r.row.layers in (2, 4, 6))]),
+        ("wave-growth", [r for r in results if r.row.part == "growth"]),
+        ("wave-parallel", [r for r in results if r.row.part == "parallel"]),
+    ):
+        waves = [
+            read_wave(r.row.folder(seed, out), r.row.name)
+            for r in sorted(those, key=lambda r: (not r.row.ready, r.row.layers))
+            if seed in r.outcomes and r.outcomes[seed].step > 0
+        ]
+        if waves:
+            written += draw_waves(waves, out / name, 1 / task_of(those[0]).values)
+    return written
+
+
+def _stairs(table: Sequence[Result], answers: str) -> list[Stair]:
+    stairs = []
+    for ready, name in ((False, f"transformer, answers {answers}"), (True, f"D=1 context-ready, answers {answers}")):
+        found = {
+            r.row.layers: [o.levels_solved for o in r.outcomes.values()]
+            for r in table
+            if r.row.answers == answers and r.row.ready == ready
+        }
+        if found:
+            stairs.append(Stair(name, found))
+    return stairs

@@ -1,0 +1,174 @@
+"""`crt reproduce pointer`: its rows are the paper's and the miniature's; runs go on, fail and are reported for real."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from contextready.cli import main
+from contextready.errors import ContextReadyError
+from contextready.reproduce.jobs import LOG, Job, run_jobs
+from contextready.reproduce.pointer import PARTS, PASSES, jobs_of, rows_of, with_changes
+from contextready.reproduce.pointer_report import aligned
+from contextready.train.pointer import outcome, resolve_pointer
+
+TINY = ["width=16", "heads=2", "batch_size=4", "values=3", "eval_every=2", "eval_tokens=200"]
+
+
+def test_the_rows_of_the_miniature():
+    table = rows_of("cpu", ["table"])
+    assert [row.key for row in table[:2]] == ["masked-d1", "masked-n2"]
+    assert {(row.answers, row.name) for row in table} == {
+        (answers, name) for answers in ("masked", "visible") for name in ("D=1 BPTT", *(f"N={n}" for n in range(1, 7)))
+    }
+    for row in table:
+        run = resolve_pointer(row.words(3, Path("runs/x")))
+        assert (run.task.hops, run.task.keys, run.model.width, run.model.window) == (4, 3, 64, 26)
+        assert run.task.answers == row.answers
+        assert run.model.layers == row.layers
+        assert (run.model.correction is not None) == row.ready
+        assert (run.train.seed, run.train.out) == (3, f"runs/x/{row.key}-seed3")
+    # The same steps, batch and rate for all.
+    runs = [resolve_pointer(row.words(0, Path("runs"))).train for row in table]
+    assert len({(t.steps, t.batch_size, t.lr, t.warmup) for t in runs}) == 1
+
+
+def test_the_rows_of_the_other_parts():
+    assert [row.key for row in rows_of("cpu", ["headline"])] == ["masked-d1", "masked-n2"]
+    growth = [resolve_pointer(row.words(0, Path("x"))).task.hops for row in rows_of("cpu", ["growth"])]
+    assert growth == [4, 8, 12]
+    parallel = [resolve_pointer(row.words(0, Path("x"))).train for row in rows_of("cpu", ["parallel"])]
+    assert [(t.gradient, t.passes, t.k_min) for t in parallel] == [
+        ("bptt", None, None),
+        *(("unroll", k, None) for k in PASSES),
+        ("implicit", 20, None),
+    ]
+    everything = rows_of("cpu", PARTS)
+    assert len({row.key for row in everything}) == len(everything) == 14 + 2 + 5
+
+
+def test_the_rows_at_the_papers_scale():
+    table = rows_of("paper", ["table"])
+    depths = {row.layers for row in table if not row.ready}
+    assert depths == {1, 3, 5, 10, 11, 12}
+    for row in rows_of("paper", PARTS):
+        run = resolve_pointer(row.words(0, Path("runs")))
+        assert run.model.window == 38
+        assert run.train.steps == 50_000
+    with pytest.raises(ContextReadyError, match="There is no scale 'gpu'"):
+        rows_of("gpu", ["table"])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The headline made for real, in two processes, in miniature of the miniature."""
+    out = tmp_path_factory.mktemp("headline") / "runs"
+    words = [sys.executable, "-m", "contextready", "reproduce", "pointer", "--part", "headline", "--out", str(out)]
+    done = subprocess.run([*words, *TINY, "steps=4"], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return out, done.stdout
+
+
+def test_the_runs_are_made_and_reported(made):
+    out, said = made
+    assert "2 of 2 runs to make" in said
+    assert "masked D=1 BPTT, seed 0: 0 of 5 levels solved after all 4 steps" in said
+    report = (out / "report.md").read_text()
+    assert report.strip() in said
+    rows = re.findall(r"^\| (N=2|D=1 BPTT) +\| (\S+) of 5 +\| 4 +\|", report, flags=re.MULTILINE)
+    assert rows == [("N=2", "0"), ("D=1 BPTT", "0")]
+    assert "| 1.00 1.00 0.56 0.33 0.33 |" in report  # what two layers of window 26 allow with three values
+    record = json.loads((out / "report.json").read_text())
+    found = {row["name"]: row for row in record}
+    assert found["N=2"]["seeds"]["0"]["accuracy"] == outcome(out / "masked-n2-seed0").accuracy
+    assert found["D=1 BPTT"]["window_allows"] is None
+    for name in ("staircase", "wave"):
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in (out / f"{name}.svg").read_text()
+
+
+def test_what_is_done_is_not_done_again_and_more_steps_go_on(made, capsys):
+    out, _ = made
+    before = (out / "masked-n2-seed0" / "metrics.jsonl").read_text()
+    words = ["reproduce", "pointer", "--part", "headline", "--out", str(out), *TINY]
+    assert main([*words, "steps=4"]) == 0
+    assert "0 of 2 runs to make" in capsys.readouterr().out
+    assert (out / "masked-n2-seed0" / "metrics.jsonl").read_text() == before
+    rows = rows_of("cpu", ["headline"])
+    assert jobs_of(rows, [0], out, [*TINY, "steps=4"]) == []
+    assert len(jobs_of(rows, [0, 1], out, [*TINY, "steps=4"])) == 2
+    assert len(jobs_of(rows, [0], out, [*TINY, "steps=6"])) == 2
+    assert main([*words, "steps=6", "--report"]) == 0
+    assert "0* of 5" in capsys.readouterr().out
+    assert main([*words, "steps=6", "--jobs", "1"]) == 0
+    assert "0 of 5" in capsys.readouterr().out
+    assert outcome(out / "masked-n2-seed0").step == 6
+
+
+def test_stopping_saves_and_the_same_command_goes_on(tmp_path):
+    out = tmp_path / "runs"
+    words = [sys.executable, "-m", "contextready", "reproduce", "pointer", "--part", "headline", "--out", str(out)]
+    words += [*TINY, "steps=100000", "save_every=100000"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    logs = [out / f"masked-{kind}-seed0" / "metrics.jsonl" for kind in ("d1", "n2")]
+    limit = time.monotonic() + 200
+    while not all(log.exists() and len(log.read_text().splitlines()) > 3 for log in logs):
+        assert time.monotonic() < limit
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=100)
+    assert process.returncode == 128 + signal.SIGINT, said
+    assert "the same command goes on from here" in said
+    for log in logs:
+        assert list((log.parent / "checkpoints").glob("step-*"))
+        assert "SIGTERM at step" in (log.parent / LOG).read_text()
+
+
+def test_a_run_that_fails_is_told_of_in_one_sentence(tmp_path, capsys):
+    words = ["reproduce", "pointer", "--part", "headline", "--out", str(tmp_path / "runs"), *TINY, "steps=2"]
+    assert main(words) == 0
+    capsys.readouterr()
+    assert main([*words[:-1], "steps=4", "lr=0.5"]) == 2
+    said = capsys.readouterr().err
+    assert re.match(r"crt reproduce: masked \S+.* failed: crt pointer: .* was trained with lr=0.001, and lr=0.5", said)
+    assert LOG in said
+
+
+def test_jobs_get_their_share_of_the_threads(tmp_path):
+    seen = []
+    job = Job("bad", tmp_path / "bad", ("no-such-verb",))
+    with pytest.raises(ContextReadyError, match="bad failed: crt: error: argument VERB: invalid choice"):
+        run_jobs([job], os.cpu_count() or 1, lambda running, done: seen.append((len(running), done)), seen.append)
+    assert seen[0] == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seeds", "0,x"], "--seeds 0,x is not a list of numbers"),
+        (["--seeds", "1,1"], "give each seed once"),
+        (["--jobs", "0"], "--jobs 0 is too few"),
+        (["out=here"], "out is what the rows differ in"),
+        (["layers=3"], "layers is what the rows differ in"),
+        (["hopps=3"], "did you mean 'hops'?"),
+        (["--report"], "There is no run of these"),
+    ],
+)
+def test_nonsense_is_refused_in_a_sentence(tmp_path, words, message, capsys):
+    assert main(["reproduce", "pointer", "--out", str(tmp_path / "runs"), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_changes_take_the_place_of_a_rows_own():
+    assert with_changes(("a=1", "b=2"), ["b=3", "c=4"]) == ("a=1", "b=3", "c=4")
+
+
+def test_tables_are_markdown_and_aligned():
+    assert aligned([["a", "bb"], ["ccc", "d"]]) == "| a   | bb |\n|-----|----|\n| ccc | d  |"
