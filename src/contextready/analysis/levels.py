@@ -82,3 +82,23 @@ def _answers(model: Transformer | ContextReady, inputs_BT: Tensor, asks_T: Tenso
         z_BTC, _ = model.blocks(e_BTC)
     logits_BQV: Tensor = backbone.head(z_BTC[:, asks_T])
     return logits_BQV
+
+
+def best_accuracy(task: PointerTask, reached: int) -> list[float]:
+    """The most that any function can get right at each level if it sees no further than `reached` positions back.
+
+    For masked answers. A query of the base table asks for its own entry; the chain of a later one ends at each entry
+    equally often. Where that entry's value is out of sight, nothing is left but to guess one of V values, since they
+    are drawn independently of each other.
+    """
+    if task.answers != "masked":
+        raise ValueError("With visible answers a query need not reach the base table.")
+    levels_T = task.batch("train", 0, 0, 1).levels_T.numpy()
+    value_positions_M = 3 * np.arange(task.keys)
+    best = []
+    for level in range(task.levels):
+        asked_Q = np.flatnonzero(levels_T == level)
+        by_entry = asked_Q.reshape(-1, task.keys) if level == 0 else asked_Q[:, None]
+        seen = by_entry - value_positions_M <= reached
+        best.append(float(np.where(seen, 1.0, 1.0 / task.values).mean()))
+    return best

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from contextready.analysis.levels import levels_solved
+from contextready.analysis.bounds import receptive_field
+from contextready.analysis.levels import best_accuracy, levels_solved
 from contextready.analysis.pointer_plots import Stair, draw_staircase, draw_waves, read_wave
-from contextready.analysis.receptive_field import best_accuracy, reach
 from contextready.data.pointer import PointerTask
 from contextready.files import write_json
 from contextready.model.build import ModelConfig
@@ -71,7 +71,7 @@ def window_allows(result: Result) -> list[float] | None:
     assert isinstance(model, ModelConfig)
     if model.correction is not None or result.row.answers == "visible" or model.window is None:
         return None
-    return best_accuracy(task_of(result), reach(model.layers, model.window))
+    return best_accuracy(task_of(result), receptive_field(model.layers, model.window))
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
