@@ -31,8 +31,11 @@ def test_readme_example_runs():
 COMMANDS = re.findall(r"^(crt [^#\n]*)", README, flags=re.MULTILINE)
 QUICK = ("info", "exact", "plan")
 TINY = ["width=16", "heads=2", "block_size=16", "batch_size=2", "steps=4", "eval_every=2", "eval_tokens=64"]
+CHASE = ["width=16", "heads=2", "batch_size=2", "steps=2", "eval_tokens=200"]
 LESS = {
     "train": TINY,
+    "pointer": CHASE,
+    "reproduce": CHASE,
     "eval": ["--tokens", "256"],
     "demo": ["--steps", "20"],
     "generate": ["--max-tokens", "8"],
@@ -46,6 +49,8 @@ def can_run(words):
     """Whether this command's extra is there: what needs ggml or the peers is left out where they are not built."""
     if "--tasks" in words and not any("=" in word for word in words):
         return False  # lm_eval's own tasks are downloaded
+    if words[0] == "reproduce" and "headline" not in words:
+        return False  # the same, with many more rows
     return "--peers" not in words and (GGML or not ({"export", "bench"} & set(words) or "mini.gguf" in words))
 
 
@@ -81,7 +86,7 @@ def test_readme_training_commands_run_in_order(tmp_path, monkeypatch, capsys):
 def test_readme_shows_every_verb_and_every_file():
     assert {command.split()[1] for command in COMMANDS} == {
         *("demo", "data", "train", "plan", "unshard", "eval", "plot", "info", "exact", "generate", "export", "bench"),
-        "convert",
+        *("convert", "pointer", "reproduce"),
     }
     for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]:
         if path.name != "__init__.py":

@@ -2,8 +2,10 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
+from distributed_helpers import launch
 from train_helpers import no_interrupts
 
 from contextready.cli import main
@@ -104,6 +106,21 @@ def test_a_batch_is_the_same_for_any_number_of_processes():
     other, _ = source("batch_size=6", "seed=1")
     assert not torch.equal(one.read(0, 6)[0], other.read(0, 6)[0])
     assert one.identity != other.identity
+
+
+def test_two_processes_learn_what_one_learns(tmp_path):
+    words = [*SMALL, "steps=6", "lr=1e-2"]
+    train(resolve_pointer([*words, f"out={tmp_path / 'one'}"]))
+    code, said, errors = launch(tmp_path / "launch", "-m", "contextready", "pointer", *words, f"out={tmp_path / 'two'}")
+    assert code == 0, errors
+    assert said.count("levels solved after all 6 steps") == 1
+    one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))
+    assert [r["step"] for r in one] == [r["step"] for r in two]
+    for ours, theirs in zip(one, two, strict=True):
+        key = "loss" if "loss" in ours else "val_loss"
+        assert ours[key] == pytest.approx(theirs[key], rel=1e-5)
+    scored = [[r["accuracy"] for r in records if "accuracy" in r] for records in (one, two)]
+    np.testing.assert_allclose(*scored, atol=0.01)
 
 
 def test_validations_are_fresh_and_the_last_is_thorough(monkeypatch):
