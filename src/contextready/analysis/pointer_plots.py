@@ -21,11 +21,14 @@ class Wave(NamedTuple):
     accuracy_SL: np.ndarray
 
 
-class Stair(NamedTuple):
-    """Levels solved against depth: one line, with a value of each seed at each depth."""
+class Staircase(NamedTuple):
+    """Levels solved against layers, in one reading of the task: the values of all seeds at each depth."""
 
-    name: str
-    solved: Mapping[int, Sequence[int]]
+    title: str
+    transformers: Mapping[int, Sequence[int]]
+    ready: Mapping[int, Sequence[int]]
+    allowed: Mapping[int, int]
+    """How many levels the receptive field lets a transformer of each depth solve; empty where that says nothing."""
 
 
 def level_records(run: Path) -> list[Record]:
@@ -65,36 +68,34 @@ def draw_waves(waves: Sequence[Wave], out: Path, chance: float) -> list[Path]:
     return _saved(figure, out)
 
 
-def draw_staircase(stairs: Sequence[Stair], levels: int, bound: Mapping[int, int] | None, out: Path) -> list[Path]:
-    """Levels solved against layers: every seed as a dot, a line through the medians, and what the window allows."""
+def draw_staircases(stairs: Sequence[Staircase], levels: int, out: Path) -> list[Path]:
+    """Side by side: every seed as a dot, a line through the medians, and what the window allows; PNG and SVG."""
     pyplot = _pyplot()
-    figure, axes = pyplot.subplots(figsize=(6.5, 4.2), layout="constrained")
-    if bound:
-        axes.step(
-            list(bound),
-            list(bound.values()),
-            where="mid",
-            color="0.6",
-            linestyle="--",
-            label="the receptive field allows",
-        )
-    for number, stair in enumerate(stairs):
-        depths = sorted(stair.solved)
-        medians = [float(np.median(stair.solved[depth])) for depth in depths]
-        colour = f"C{number}"
-        style = {"linewidth": 1.6} if len(depths) > 1 else {"marker": "*", "markersize": 14, "linestyle": "none"}
-        axes.plot(depths, medians, color=colour, label=stair.name, **style)
-        for depth in depths:
-            # Equal results of several seeds would hide one another; lines are set apart a little too.
-            spread = 0.06 * (np.arange(len(stair.solved[depth])) - (len(stair.solved[depth]) - 1) / 2)
-            axes.plot(depth + spread, stair.solved[depth], ".", color=colour, markersize=6, alpha=0.7)
-    axes.axhline(levels, color="0.85", linewidth=0.8, zorder=0)
-    axes.set_ylim(-0.2, levels + 0.4)
-    axes.set_yticks(range(levels + 1))
-    axes.set_xticks(sorted({depth for stair in stairs for depth in stair.solved}))
-    axes.set_xlabel("layers")
-    axes.set_ylabel(f"levels solved, of {levels}")
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    figure, grid = pyplot.subplots(
+        1, len(stairs), figsize=(1 + 4.2 * len(stairs), 3.9), squeeze=False, sharey=True, layout="constrained"
+    )
+    for axes, stair in zip(grid[0], stairs, strict=True):
+        if stair.allowed:
+            depths, allowed = list(stair.allowed), list(stair.allowed.values())
+            axes.step(depths, allowed, where="mid", color="0.6", linestyle="--", label="the receptive field allows")
+        for found, colour, style, name in (
+            (stair.transformers, "C0", {"linewidth": 1.6}, "transformer"),
+            (stair.ready, "C3", {"marker": "*", "markersize": 15, "linestyle": "none"}, "context-ready, BPTT"),
+        ):
+            if found:
+                axes.plot(list(found), [float(np.median(found[d])) for d in found], color=colour, label=name, **style)
+            for depth, solved in found.items():
+                # Equal results of several seeds would hide one another.
+                beside = 0.07 * (np.arange(len(solved)) - (len(solved) - 1) / 2)
+                axes.plot(depth + beside, solved, ".", color=colour, markersize=6, alpha=0.7)
+        axes.axhline(levels, color="0.85", linewidth=0.8, zorder=0)
+        axes.set_ylim(-0.2, levels + 0.4)
+        axes.set_yticks(range(levels + 1))
+        axes.set_xticks(sorted({*stair.transformers, *stair.ready}))
+        axes.set_xlabel("layers")
+        axes.set_title(stair.title, fontsize=10)
+    grid[0, 0].set_ylabel(f"levels solved, of {levels}")
+    grid[0, 0].legend(frameon=False, fontsize=8, loc="lower right")
     return _saved(figure, out)
 
 

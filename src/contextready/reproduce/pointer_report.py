@@ -6,11 +6,12 @@ from typing import Any
 
 from contextready.analysis.bounds import receptive_field
 from contextready.analysis.levels import best_accuracy, levels_solved
-from contextready.analysis.pointer_plots import Stair, draw_staircase, draw_waves, read_wave
+from contextready.analysis.pointer_plots import Staircase, draw_staircases, draw_waves, read_wave
 from contextready.data.pointer import PointerTask
 from contextready.files import write_json
 from contextready.model.build import ModelConfig
 from contextready.reproduce.pointer import READINGS, Result, is_finished
+from contextready.train.pointer import Outcome
 
 
 def as_markdown(results: Sequence[Result], seeds: Sequence[int], out: Path) -> str:
@@ -102,38 +103,43 @@ def write_report(results: Sequence[Result], seeds: Sequence[int], out: Path) -> 
 
 
 def draw_report(results: Sequence[Result], seed: int, out: Path) -> list[Path]:
-    """The staircase of the tables, and the waves of one seed: PNG and SVG each."""
+    """The staircases of the tables, of finished runs, and the waves of one seed: PNG and SVG each."""
     written: list[Path] = []
     table = [r for r in results if r.row.part == "table" and r.outcomes]
-    stairs = [stair for answers in READINGS for stair in _stairs(table, answers)]
+    stairs = [stair for answers in READINGS if (stair := _staircase(table, answers, out)) is not None]
     if stairs:
-        allowed = {r.row.layers: best for r in table if (best := window_allows(r)) is not None}
-        bound = {layers: levels_solved(best) for layers, best in sorted(allowed.items())}
-        levels = max(task_of(r).levels for r in table)
-        written += draw_staircase(stairs, levels, bound, out / "staircase")
+        written += draw_staircases(stairs, max(task_of(r).levels for r in table), out / "staircase")
     for name, those in (
-        ("wave", [r for r in table if r.row.answers == "masked" and (r.row.ready or r.row.layers in (2, 4, 6))]),
+        ("wave", [r for r in table if r.row.answers == "masked"]),
         ("wave-growth", [r for r in results if r.row.part == "growth"]),
         ("wave-parallel", [r for r in results if r.row.part == "parallel"]),
     ):
+        shown = [r for r in those if seed in r.outcomes and r.outcomes[seed].step > 0]
         waves = [
-            read_wave(r.row.folder(seed, out), r.row.name)
-            for r in sorted(those, key=lambda r: (not r.row.ready, r.row.layers))
-            if seed in r.outcomes and r.outcomes[seed].step > 0
+            read_wave(r.row.folder(seed, out), f"{r.row.name}: {_told(r.outcomes[seed])}")
+            for r in sorted(shown, key=lambda r: (not r.row.ready, r.row.layers))
         ]
         if waves:
-            written += draw_waves(waves, out / name, 1 / task_of(those[0]).values)
+            written += draw_waves(waves, out / name, 1 / task_of(shown[0]).values)
     return written
 
 
-def _stairs(table: Sequence[Result], answers: str) -> list[Stair]:
-    stairs = []
-    for ready, name in ((False, f"transformer, answers {answers}"), (True, f"D=1 context-ready, answers {answers}")):
-        found = {
-            r.row.layers: [o.levels_solved for o in r.outcomes.values()]
-            for r in table
-            if r.row.answers == answers and r.row.ready == ready
-        }
-        if found:
-            stairs.append(Stair(name, found))
-    return stairs
+def _told(found: Outcome) -> str:
+    if found.solved:
+        return f"all levels solved at step {found.step:,}"
+    return f"{found.levels_solved} of {len(found.accuracy)} levels solved after {found.step:,} steps"
+
+
+def _staircase(table: Sequence[Result], answers: str, out: Path) -> Staircase | None:
+    solved: dict[bool, dict[int, list[int]]] = {False: {}, True: {}}
+    allowed = {}
+    for r in sorted(table, key=lambda r: r.row.layers):
+        steps = r.config.train.steps
+        done = [o.levels_solved for s, o in r.outcomes.items() if is_finished(r.row.folder(s, out), steps)]
+        if r.row.answers == answers and done:
+            solved[r.row.ready][r.row.layers] = done
+            if (best := window_allows(r)) is not None:
+                allowed[r.row.layers] = levels_solved(best)
+    if not any(solved.values()):
+        return None
+    return Staircase(f"answers {answers}", solved[False], solved[True], allowed)
