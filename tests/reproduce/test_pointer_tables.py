@@ -13,8 +13,9 @@ import pytest
 from contextready.cli import main
 from contextready.errors import ContextReadyError
 from contextready.reproduce.jobs import LOG, Job, run_jobs
-from contextready.reproduce.pointer import PARTS, PASSES, jobs_of, rows_of, with_changes
+from contextready.reproduce.pointer import jobs_of, with_changes
 from contextready.reproduce.pointer_report import aligned
+from contextready.reproduce.pointer_rows import PARTS, PASSES, rows_of
 from contextready.train.pointer import outcome, resolve_pointer
 
 TINY = ["width=16", "heads=2", "batch_size=4", "values=3", "eval_every=2", "eval_tokens=200"]

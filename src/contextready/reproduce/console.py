@@ -11,8 +11,9 @@ import torch
 from contextready.errors import ContextReadyError
 from contextready.files import locked
 from contextready.reproduce.jobs import Job, run_jobs
-from contextready.reproduce.pointer import jobs_of, results_of, rows_of
+from contextready.reproduce.pointer import jobs_of, results_of
 from contextready.reproduce.pointer_report import as_markdown, draw_report, write_report
+from contextready.reproduce.pointer_rows import rows_of
 from contextready.train.pointer import describe_outcome, outcome
 from contextready.train.pointer_display import level_table
 

@@ -1,102 +1,15 @@
-"""`crt reproduce pointer`: every run of the pointer-chasing tables, at the paper's scale or in miniature."""
+"""The runs of the pointer-chasing tables: which are still to make, and what the others came to."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from contextready.errors import ContextReadyError
 from contextready.reproduce.jobs import Job
-from contextready.settings import nearest, parse_assignments
+from contextready.reproduce.pointer_rows import Row
+from contextready.settings import parse_assignments
 from contextready.train.config import RunConfig
 from contextready.train.pointer import Outcome, outcome, resolve_pointer
-
-READINGS = ("masked", "visible")
-PASSES = (2, 5, 10, 20)
-PARTS = ("headline", "table", "growth", "parallel")
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the tables: a model and how it learns, to be run with several seeds."""
-
-    key: str
-    """Its folder's name."""
-    name: str
-    part: str
-    recipe: str
-    settings: tuple[str, ...]
-    answers: str = "masked"
-    layers: int = 1
-    ready: bool = True
-    """Whether it is context-ready."""
-
-    def words(self, seed: int, out: Path) -> tuple[str, ...]:
-        """What to say to `crt pointer`."""
-        return (self.recipe, *self.settings, f"answers={self.answers}", f"seed={seed}", f"out={self.folder(seed, out)}")
-
-    def folder(self, seed: int, out: Path) -> Path:
-        """Where this row's run with a seed lies."""
-        return out / f"{self.key}-seed{seed}"
-
-
-@dataclass(frozen=True)
-class Scale:
-    """What one scale runs: recipes of transformers by depth and of the context-ready layer, and their changes."""
-
-    transformers: dict[int, tuple[str, tuple[str, ...]]]
-    ready: str
-    growth: dict[str, tuple[str, tuple[str, ...]]]
-
-
-SCALES = {
-    "cpu": Scale(
-        {n: ("pointer-mini", ("correction=none", f"layers={n}", "eval_every=100")) for n in (1, 2, 3, 4, 5, 6)},
-        "pointer-mini",
-        {f"H={h}": ("pointer-mini", (f"hops={h}", "steps=6000")) for h in (8, 12)},
-    ),
-    "paper": Scale(
-        {n: (f"pointer/pointer-n{n}-c256", ()) for n in (1, 3, 5, 10, 11, 12)},
-        "pointer/pointer-d1-c256",
-        {
-            "H=10, C=128, 20 values": ("pointer/pointer-d1-c128", ()),
-            "H=20, C=512": ("pointer/pointer-d1-c512", ()),
-        },
-    ),
-}
-
-
-def rows_of(scale: str, parts: Sequence[str]) -> list[Row]:
-    """The rows of these parts, each once, those that matter most first."""
-    if scale not in SCALES:
-        raise ContextReadyError(f"There is no scale '{scale}'; {nearest(scale, list(SCALES))}")
-    s, rows = SCALES[scale], []
-    few = {min(n for n in s.transformers if n > 1)}
-    for answers in READINGS:
-        rows.append(Row(f"{answers}-d1", "D=1 BPTT", "table", s.ready, (), answers))
-        # The deepest take longest: beginning with them leaves no core idle at the end.
-        for n in sorted(s.transformers, key=lambda n: (n not in few, -n)):
-            recipe, settings = s.transformers[n]
-            rows.append(Row(f"{answers}-n{n}", f"N={n}", "table", recipe, settings, answers, n, ready=False))
-    for name, (recipe, settings) in s.growth.items():
-        rows.append(Row(f"growth-{_plain(name)}", f"D=1 BPTT, {name}", "growth", recipe, settings))
-    for k in PASSES:
-        words = ("gradient=unroll", f"passes={k}", "k_min=none")
-        rows.append(Row(f"parallel-k{k}", f"D=1, K={k} passes", "parallel", s.ready, words))
-    words = ("gradient=implicit", f"passes={PASSES[-1]}", "k_min=none")
-    rows.append(Row("parallel-implicit", f"D=1, implicit at K={PASSES[-1]}", "parallel", s.ready, words))
-    headline = {f"masked-n{n}" for n in few} | {"masked-d1"}
-    # The other parts compare with the context-ready layer of the table.
-    wanted: dict[str, Callable[[Row], bool]] = {
-        "headline": lambda row: row.key in headline,
-        "table": lambda row: row.part == "table",
-        "growth": lambda row: row.part == "growth" or row.key == "masked-d1",
-        "parallel": lambda row: row.part == "parallel" or row.key == "masked-d1",
-    }
-    return [row for row in rows if any(wanted[part](row) for part in parts)]
-
-
-def _plain(name: str) -> str:
-    return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
 
 
 @dataclass(frozen=True)

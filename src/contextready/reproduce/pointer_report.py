@@ -10,7 +10,8 @@ from contextready.analysis.pointer_plots import Staircase, draw_staircases, draw
 from contextready.data.pointer import PointerTask
 from contextready.files import write_json
 from contextready.model.build import ModelConfig
-from contextready.reproduce.pointer import READINGS, Result, is_finished
+from contextready.reproduce.pointer import Result, is_finished
+from contextready.reproduce.pointer_rows import READINGS
 from contextready.train.pointer import Outcome
 
 

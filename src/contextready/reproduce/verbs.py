@@ -39,7 +39,7 @@ def add_pointer(verbs: Verbs) -> None:
 
 def add_reproduce(verbs: Verbs) -> None:
     """Describe `crt reproduce`."""
-    from contextready.reproduce.pointer import PARTS, SCALES
+    from contextready.reproduce.pointer_rows import PARTS, SCALES
 
     reproduce = verb(
         verbs,
@@ -99,7 +99,7 @@ def _pointer(options: argparse.Namespace) -> int:
 
 def _reproduce(options: argparse.Namespace) -> int:
     from contextready.reproduce.console import run_reproduce
-    from contextready.reproduce.pointer import PARTS
+    from contextready.reproduce.pointer_rows import PARTS
 
     if options.jobs is not None and options.jobs < 1:
         raise ContextReadyError(f"--jobs {options.jobs} is too few; give at least 1.")
