@@ -11,6 +11,7 @@ from train_helpers import no_interrupts
 from contextready.cli import main
 from contextready.data.pointer import PointerTask
 from contextready.errors import ContextReadyError
+from contextready.model.build import build_model
 from contextready.train.checkpoint import open_checkpoint
 from contextready.train.config import build_run
 from contextready.train.metrics import read_metrics
@@ -132,15 +133,14 @@ def test_validations_are_fresh_and_the_last_is_thorough(monkeypatch):
         return original(self, split, seed, step, rows)
 
     monkeypatch.setattr(PointerTask, "batch", remember)
-    config = small("unused", "eval_tokens=none")
     assert SOLVED_ON == 2000
-    assert config.train.eval_tokens is None
+    config = small("unused", "eval_tokens=none")
+    model = build_model(config.model)
+    assert PointerSource(config.task, config).score(model, 0, (0, 1), False).asked_L.tolist() == [4000, 2000]
+    drawn.clear()
     config = small("unused")
     assert config.train.eval_tokens == 500 * config.task.length
     one = PointerSource(config.task, config)
-    from contextready.model.build import build_model
-
-    model = build_model(config.model)
     shares = [one.score(model, 7, (i, 2), False) for i in range(2)] + [one.score(model, 7, (0, 1), True)]
     assert [(split, rows) for split, _, _, rows in drawn] == [("test", 500), ("test", 500), ("test", 2000)]
     assert len({step for _, _, step, _ in drawn}) == 2

@@ -1,10 +1,11 @@
 """Show a run on pointer chasing: a table of levels that fills as they are learned, or a line per validation."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from contextready.analysis.levels import SOLVED
+from contextready.model.build import ModelConfig
 from contextready.train.config import RunConfig
 from contextready.train.metrics import Record
 
@@ -29,12 +30,13 @@ class PointerDisplay:
     def start(self, config: RunConfig, step: int, note: str) -> None:
         """Say what begins, and where."""
         assert config.task is not None
+        assert isinstance(config.model, ModelConfig)
         t, task = config.train, config.task
         going_on = f", going on from step {step:,}" if step else ""
         self.console.print(
             f"{t.out}: {note}; {task.hops} hops, {task.keys} keys, {task.values} values, answers {task.answers}, "
-            f"window {config.model.window if hasattr(config.model, 'window') else ''}; up to {t.steps:,} steps of "
-            f"{t.sequences_per_step} sequences{going_on}.",
+            f"window {config.model.window or 'none'}; up to {t.steps:,} steps of {t.sequences_per_step} sequences"
+            f"{going_on}.",
             soft_wrap=True,
         )
         self._levels, self._steps = task.levels, t.steps
@@ -77,7 +79,7 @@ class PointerDisplay:
             self._live.stop()
 
 
-def level_table(first: str, rows: "Sequence[tuple[str, list[float], str]] | deque[Any]", levels: int) -> Any:
+def level_table(first: str, rows: Iterable[tuple[str, list[float], str]], levels: int) -> Any:
     """Rows of a name, the accuracy of each level and a remark; solved levels stand out."""
     from rich.table import Table
     from rich.text import Text

@@ -129,7 +129,9 @@ class PointerSource:
     def score(self, model: Transformer | ContextReady, step: int, share: tuple[int, int], thorough: bool) -> LevelScore:
         """The answers to fresh sequences: every validation has its own."""
         t, (mine, all_of_them) = self.train, share
-        sequences = SOLVED_ON if thorough else max(all_of_them, (t.eval_tokens or 0) // t.block_size)
+        sequences = SOLVED_ON
+        if not thorough and t.eval_tokens is not None:
+            sequences = max(all_of_them, t.eval_tokens // t.block_size)
         batch = self.task.batch("test", t.seed, 2 * step + thorough, sequences)
         rows = slice(mine, None, all_of_them)
         return score_levels(
