@@ -19,16 +19,16 @@ def add_pointer(verbs: Verbs) -> None:
         "Train a model on pointer chasing, the task on which depth can be counted, until every level\n"
         "is solved (0.99 of the answers right on 2,000 fresh sequences) or its steps are made. The\n"
         "same command goes on after any interruption. Writes the wave of levels as a picture.",
-        f"settings of the task:\n{describe_settings(PointerTask)}\n\n"
+        f"settings of the task (the recipe pointer-mini has hops=4 keys=3):\n{describe_settings(PointerTask)}\n\n"
         "settings of model and training: see crt train --help.\n\n"
         "examples:\n"
-        "  crt pointer --show                            an example of the task, as the paper prints it\n"
-        "  crt pointer                                   one context-ready layer, through the stream\n"
-        "  crt pointer correction=none layers=2          a transformer of two layers\n"
-        "  crt pointer correction=none layers=1 extra_ffn=true\n"
+        "  crt pointer --show hops=2 answers=visible                    as the paper prints it\n"
+        "  crt pointer                                                  one context-ready layer\n"
+        "  crt pointer correction=none layers=2 out=runs/n2             a transformer of two layers\n"
+        "  crt pointer correction=none layers=1 extra_ffn=true out=runs/n1-ffn\n"
         "  crt pointer gradient=unroll passes=10 k_min=none out=runs/k10\n"
         "  crt pointer gradient=implicit passes=20 k_min=none out=runs/implicit\n"
-        "  crt pointer pointer-d1-c256                   the paper's",
+        "  crt pointer pointer-d1-c256                                  the paper's",
     )
     pointer.add_argument(
         "settings", nargs="*", metavar="RECIPE|key=value", help="a recipe (default: pointer-mini), and changes to it"
