@@ -80,10 +80,13 @@ def test_a_level_is_solved_at_99_of_100():
 
 
 def test_a_context_ready_model_is_scored_as_it_streams_not_after_few_passes():
-    """After two passes the answers would be others: the score has to be sequential."""
+    """After two passes the answers are others: the score has to be sequential, unless passes are asked for."""
     model, batch = make("add", seed=3), TASK.batch("test", 0, 0, 40)
     streamed = score_levels(model, TASK, batch)
     two = model(batch.inputs_BT, passes=2).argmax(-1)
     asked_T = batch.levels_T >= 0
     right = (two == batch.targets_BT)[:, asked_T].sum()
     assert float(right) != streamed.right_L.sum()
+    assert score_levels(model, TASK, batch, passes=2).right_L.sum() == float(right)
+    converged = score_levels(model, TASK, batch, passes=TASK.length + 1)
+    assert np.array_equal(converged.right_L, streamed.right_L)

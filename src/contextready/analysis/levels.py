@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -54,8 +55,10 @@ class LevelScore:
 
 
 @torch.inference_mode()
-def score_levels(model: Transformer | ContextReady, task: PointerTask, batch: PointerBatch) -> LevelScore:
-    """Score sequences: a context-ready model reads them token by token, which is exact; a transformer at once."""
+def score_levels(
+    model: Transformer | ContextReady, task: PointerTask, batch: PointerBatch, passes: int | None = None
+) -> LevelScore:
+    """Score sequences: a context-ready model reads them token by token, or in K = `passes`; a transformer at once."""
     device = next(model.parameters()).device
     asks_T = batch.levels_T >= 0
     levels_Q = batch.levels_T[asks_T]
@@ -63,7 +66,7 @@ def score_levels(model: Transformer | ContextReady, task: PointerTask, batch: Po
     for inputs_BT, targets_BT in zip(
         *(torch.split(part, ROWS) for part in (batch.inputs_BT, batch.targets_BT)), strict=True
     ):
-        logits_BQV = _answers(model, inputs_BT.to(device), asks_T.to(device)).cpu().double()
+        logits_BQV = _answers(model, inputs_BT.to(device), asks_T.to(device), passes).cpu().double()
         targets_BQ = targets_BT[:, asks_T]
         right_BQ = (logits_BQV.argmax(dim=-1) == targets_BQ).double()
         nll_BQ = F.cross_entropy(logits_BQV.flatten(0, 1), targets_BQ.flatten(), reduction="none").view_as(right_BQ)
@@ -72,11 +75,13 @@ def score_levels(model: Transformer | ContextReady, task: PointerTask, batch: Po
     return LevelScore(*sums.numpy())
 
 
-def _answers(model: Transformer | ContextReady, inputs_BT: Tensor, asks_T: Tensor) -> Tensor:
+def _answers(model: Transformer | ContextReady, inputs_BT: Tensor, asks_T: Tensor, passes: int | None) -> Tensor:
     """Logits where something is asked."""
     backbone: Any = model.backbone if isinstance(model, ContextReady) else model
     e_BTC = backbone.embed(inputs_BT)
-    if isinstance(model, ContextReady):
+    if isinstance(model, ContextReady) and passes is not None:
+        z_BTC = next(islice(model.passes(e_BTC), passes - 1, None)).z_BTC
+    elif isinstance(model, ContextReady):
         z_BTC, _ = model.read(e_BTC, model.init_state(len(inputs_BT)))
     else:
         z_BTC, _ = model.blocks(e_BTC)

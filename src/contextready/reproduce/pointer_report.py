@@ -5,14 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from contextready.analysis.bounds import receptive_field
-from contextready.analysis.levels import best_accuracy, levels_solved
+from contextready.analysis.levels import best_accuracy, levels_solved, score_levels
 from contextready.analysis.pointer_plots import Staircase, draw_staircases, draw_waves, read_wave
 from contextready.data.pointer import PointerTask
 from contextready.files import write_json
 from contextready.model.build import ModelConfig
 from contextready.reproduce.pointer import Result, is_finished
 from contextready.reproduce.pointer_rows import READINGS
+from contextready.train.checkpoint import open_checkpoint
 from contextready.train.pointer import Outcome
+from contextready.train.source import SOLVED_ON
 
 
 def as_markdown(results: Sequence[Result], seeds: Sequence[int], out: Path) -> str:
@@ -22,39 +24,64 @@ def as_markdown(results: Sequence[Result], seeds: Sequence[int], out: Path) -> s
     parts = []
     for title, part, answers in tables:
         mine = [r for r in results if r.row.part == part and r.row.answers == answers and r.outcomes]
+        compared = [r for r in results if r.row.key == "masked-d1" and r.outcomes]
+        if part == "table" and mine == compared and len(results) > 1:
+            # Only there for the other parts to be compared with.
+            continue
         if mine and part != "table":
-            # What these are compared with.
-            mine += [r for r in results if r.row.key == "masked-d1" and r.outcomes]
+            mine += compared
         if mine:
             parts.append(f"{title}:\n\n{_table(mine, out)}")
     several = f"Of seeds {', '.join(map(str, seeds))} in this order. " if len(seeds) > 1 else ""
     words = (
         f"{several}Levels solved: at least 0.99 right on 2,000 fresh sequences. Steps: at which all were solved, or "
         "all that were made; seconds are those of the updates. Accuracy: the median seed's, by level. The window "
-        "allows: the best that a transformer of this depth can do by its receptive field. An asterisk marks runs that "
-        "are not finished."
+        "allows: the best that a transformer of this depth can do by its receptive field. In K passes: the accuracy of "
+        "the first seed not streamed, but as it was trained. An asterisk marks runs that are not finished."
     )
     return "\n\n".join([*parts, words])
 
 
 def _table(results: Sequence[Result], out: Path) -> str:
-    head = ["model", "levels solved", "steps", "seconds", "accuracy by level", "the window allows"]
+    head = ["model", "levels solved", "steps", "seconds", "accuracy by level"]
     ordered = sorted(results, key=lambda r: (r.row.ready, r.row.part == "table", r.row.layers))
-    return aligned([head, *(_line(result, out) for result in ordered)])
+    lines = [_line(result, out) for result in ordered]
+    # A column that only some tables have something to say in.
+    for title, found in (
+        ("the window allows", [window_allows(result) for result in ordered]),
+        ("in K passes", [_as_trained(result, out) for result in ordered]),
+    ):
+        if any(found):
+            head.append(title)
+            for line, accuracy in zip(lines, found, strict=True):
+                line.append("" if accuracy is None else _written(accuracy))
+    return aligned([head, *lines])
+
+
+def _written(accuracy: Sequence[float]) -> str:
+    return " ".join(f"{part:.2f}" for part in accuracy)
+
+
+def _as_trained(result: Result, out: Path) -> list[float] | None:
+    """Accuracy of the first seed's newest checkpoint in the K parallel passes it was trained with; none for others."""
+    passes = result.config.train.passes
+    if result.row.part != "parallel" or passes is None:
+        return None
+    checkpoint = open_checkpoint(result.row.folder(min(result.outcomes), out))
+    batch = task_of(result).batch("test", min(result.outcomes), checkpoint.progress.step, SOLVED_ON)
+    return score_levels(checkpoint.model(), task_of(result), batch, passes).accuracy
 
 
 def _line(result: Result, out: Path) -> list[str]:
     found, levels = result.outcomes, task_of(result).levels
     unfinished = {s for s in found if not is_finished(result.row.folder(s, out), result.config.train.steps)}
     middle = sorted(found.values(), key=lambda o: (o.levels_solved, sum(o.accuracy)))[(len(found) - 1) // 2]
-    allowed = window_allows(result)
     return [
         result.row.name,
         ", ".join(f"{o.levels_solved}{'*' * (s in unfinished)}" for s, o in found.items()) + f" of {levels}",
         ", ".join(f"{o.step:,}" for o in found.values()),
         ", ".join(f"{o.seconds:,.0f}" for o in found.values()),
-        " ".join(f"{part:.2f}" for part in middle.accuracy),
-        "" if allowed is None else " ".join(f"{part:.2f}" for part in allowed),
+        _written(middle.accuracy),
     ]
 
 
