@@ -145,7 +145,7 @@ def test_a_run_that_fails_is_told_of_in_one_sentence(made, capsys):
 
 def test_a_command_that_cannot_run_is_told_of_too(tmp_path):
     seen = []
-    job = Job("bad", tmp_path / "bad", ("no-such-verb",))
+    job = Job("bad", tmp_path / "bad", ("no-such-verb",), 1)
     with pytest.raises(ContextReadyError, match="bad failed: crt: error: argument VERB: invalid choice"):
         run_jobs([job], 2, lambda running, done: seen.append((len(running), done)), seen.append)
     assert seen[0] == (1, 0)

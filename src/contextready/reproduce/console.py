@@ -88,7 +88,7 @@ class Overview:
         for job in running:
             found = outcome(job.out)
             if found is not None:
-                rows.append((job.name, found.accuracy, f"step {found.step:,}"))
+                rows.append((job.name, found.accuracy, f"step {found.step:,} of {job.steps:,}"))
         minutes = (time.monotonic() - self.began) / 60
         levels = max((len(row[1]) for row in rows), default=0)
         return Group(level_table("run", rows, levels), f"{done} of {self.total} runs done, {minutes:.0f} min")

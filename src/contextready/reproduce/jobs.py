@@ -24,6 +24,8 @@ class Job(NamedTuple):
     name: str
     out: Path
     words: tuple[str, ...]
+    steps: int
+    """How many it makes at most."""
 
 
 class Watcher(Protocol):

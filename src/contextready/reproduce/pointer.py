@@ -27,8 +27,9 @@ def jobs_of(rows: Sequence[Row], seeds: Sequence[int], out: Path, changes: Seque
     for seed in seeds:
         for row in rows:
             words = with_changes(row.words(seed, out), changes)
-            if not is_finished(row.folder(seed, out), resolve_pointer(words).train.steps):
-                jobs.append(Job(f"{row.answers} {row.name}, seed {seed}", row.folder(seed, out), ("pointer", *words)))
+            folder, steps = row.folder(seed, out), resolve_pointer(words).train.steps
+            if not is_finished(folder, steps):
+                jobs.append(Job(f"{row.answers} {row.name}, seed {seed}", folder, ("pointer", *words), steps))
     return jobs
 
 
