@@ -1,6 +1,7 @@
 """The receptive field of windowed attention: against a direct mask, and against an optimal guess."""
 
 import itertools
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -37,6 +38,17 @@ def test_with_a_correction_the_stream_sees_everything():
     z_1TC, _ = model.read(e_1TC, model.init_state(1))
     z_1TC[0, -1].sum().backward()
     assert (e_1TC.grad[0].abs().sum(-1) > 0).all()
+
+
+@pytest.mark.parametrize(("passes", "layers", "window"), [(1, 1, 4), (2, 1, 4), (3, 1, 3), (2, 2, 3)])
+def test_parallel_passes_see_exactly_so_far(passes, layers, window):
+    torch.manual_seed(0)
+    model = build_model(ModelConfig(8, 16, layers, 2, window=window, correction="add")).double()
+    e_1TC = model.backbone.embed(torch.randint(8, (1, 24))).detach().requires_grad_()
+    made = next(islice(model.passes(e_1TC), passes - 1, None))
+    made.z_BTC[0, -1].sum().backward()
+    seen_T = e_1TC.grad[0].abs().sum(-1) > 0
+    assert torch.equal(seen_T, 23 - torch.arange(24) <= receptive_field(layers, window, passes))
 
 
 def best_by_enumeration(task, reached):

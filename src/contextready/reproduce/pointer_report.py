@@ -37,7 +37,8 @@ def as_markdown(results: Sequence[Result], seeds: Sequence[int], out: Path) -> s
         f"{several}Levels solved: at least 0.99 right on 2,000 fresh sequences. Steps: at which all were solved, or "
         "all that were made; seconds are those of the updates. Accuracy: the median seed's, by level. The window "
         "allows: the best that a transformer of this depth can do by its receptive field. In K passes: the accuracy of "
-        "the first seed not streamed, but as it was trained. An asterisk marks runs that are not finished."
+        "the first seed not streamed, but in the largest K it was trained with, and the best that so many passes can "
+        "see. An asterisk marks runs that are not finished."
     )
     return "\n\n".join([*parts, words])
 
@@ -50,6 +51,7 @@ def _table(results: Sequence[Result], out: Path) -> str:
     for title, found in (
         ("the window allows", [window_allows(result) for result in ordered]),
         ("in K passes", [_as_trained(result, out) for result in ordered]),
+        ("K passes allow", [passes_allow(result) for result in ordered]),
     ):
         if any(found):
             head.append(title)
@@ -64,8 +66,8 @@ def _written(accuracy: Sequence[float]) -> str:
 
 def _as_trained(result: Result, out: Path) -> list[float] | None:
     """Accuracy of the first seed's newest checkpoint in the K parallel passes it was trained with; none for others."""
-    passes = result.config.train.passes
-    if result.row.part != "parallel" or passes is None:
+    passes = _passes(result)
+    if passes is None:
         return None
     checkpoint = open_checkpoint(result.row.folder(min(result.outcomes), out))
     batch = task_of(result).batch("test", min(result.outcomes), checkpoint.progress.step, SOLVED_ON)
@@ -101,6 +103,20 @@ def window_allows(result: Result) -> list[float] | None:
     if model.correction is not None or result.row.answers == "visible" or model.window is None:
         return None
     return best_accuracy(task_of(result), receptive_field(model.layers, model.window))
+
+
+def passes_allow(result: Result) -> list[float] | None:
+    """The best accuracy by level in K parallel passes of a context-ready model."""
+    model, passes = result.config.model, _passes(result)
+    assert isinstance(model, ModelConfig)
+    if passes is None or model.window is None:
+        return None
+    return best_accuracy(task_of(result), receptive_field(model.layers, model.window, passes))
+
+
+def _passes(result: Result) -> int | None:
+    """K, where a row is about parallel passes."""
+    return result.config.train.passes if result.row.part == "parallel" else None
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:

@@ -9,7 +9,6 @@ from contextready.settings import nearest
 
 READINGS = ("masked", "visible")
 PASSES = (2, 5, 10, 20)
-RANDOM_PASSES = 10
 PARTS = ("headline", "table", "growth", "parallel")
 
 
@@ -80,8 +79,10 @@ def rows_of(scale: str, parts: Sequence[str]) -> list[Row]:
     for k in PASSES:
         words = ("gradient=unroll", f"passes={k}", "k_min=none")
         rows.append(Row(f"parallel-k{k}", f"D=1, K={k} passes", "parallel", s.ready, words))
-    words = ("gradient=unroll", f"passes={RANDOM_PASSES}", "k_min=2")
-    rows.append(Row("parallel-random", f"D=1, K drawn from 2 to {RANDOM_PASSES}", "parallel", s.ready, words))
+    for k in PASSES[1:]:
+        words = ("gradient=unroll", f"passes={k}", f"k_min={PASSES[0]}")
+        name = f"D=1, K drawn from {PASSES[0]} to {k}"
+        rows.append(Row(f"parallel-random{k}", name, "parallel", s.ready, words))
     words = ("gradient=implicit", f"passes={PASSES[-1]}", "k_min=none")
     rows.append(Row("parallel-implicit", f"D=1, implicit at K={PASSES[-1]}", "parallel", s.ready, words))
     headline = {f"masked-n{n}" for n in few} | {"masked-d1"}
