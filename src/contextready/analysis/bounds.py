@@ -54,7 +54,7 @@ def receptive_field(layers: int, window: int, passes: int = 1) -> int:
     """How many positions before it an N-layer transformer with window W can see: N (W - 1).
 
     The window counts the token itself. (The paper's N · W counts it as if it did not, or bounds from above.) K parallel
-    passes of a context-ready model see K times as far, and one position more for each shift; its stream sees everything.
+    passes of a context-ready model see K times as far and one position more for each shift; its stream sees everything.
     """
     return passes * layers * (window - 1) + passes - 1
 
