@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from contextready.analysis.levels import score_levels
 from contextready.cli import main
 from contextready.errors import ContextReadyError
 from contextready.reproduce.jobs import LOG, Job, run_jobs
-from contextready.reproduce.pointer import jobs_of, with_changes
-from contextready.reproduce.pointer_report import aligned
+from contextready.reproduce.pointer import jobs_of, results_of, with_changes
+from contextready.reproduce.pointer_report import aligned, as_markdown
 from contextready.reproduce.pointer_rows import PARTS, PASSES, rows_of
+from contextready.train.checkpoint import open_checkpoint
 from contextready.train.pointer import outcome, resolve_pointer
 
 TINY = ["width=16", "heads=2", "batch_size=4", "values=3", "eval_every=2", "eval_tokens=200"]
@@ -174,3 +177,25 @@ def test_changes_take_the_place_of_a_rows_own():
 
 def test_tables_are_markdown_and_aligned():
     assert aligned([["a", "bb"], ["ccc", "d"]]) == "| a   | bb |\n|-----|----|\n| ccc | d  |"
+
+
+def test_parallel_rows_are_also_scored_in_their_own_passes(tmp_path):
+    rows = [row for row in rows_of("cpu", ["parallel"]) if row.key == "parallel-k2"]
+    changes = [*TINY, "steps=2"]
+    results = results_of(rows, [0], tmp_path, changes)
+    assert as_markdown(results, [0], tmp_path).startswith("Levels solved")  # nothing has run: only what the words mean
+    (job,) = jobs_of(rows, [0], tmp_path, changes)
+    assert main(list(job.words)) == 0
+    results = results_of(rows, [0], tmp_path, changes)
+    (line,) = re.findall(r"^\| D=1, K=2 passes .*$", as_markdown(results, [0], tmp_path), flags=re.MULTILINE)
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    streamed, in_passes, allowed = ([float(part) for part in cell.split()] for cell in cells[4:])
+    assert streamed == pytest.approx(outcome(job.out).accuracy, abs=0.005)
+    checkpoint = open_checkpoint(job.out)
+    # On other sequences than the report's, so only about the same.
+    batch = results[0].config.task.batch("test", 9, 0, 2000)
+    expected = score_levels(checkpoint.model(), results[0].config.task, batch, passes=2).accuracy
+    assert in_passes == pytest.approx(expected, abs=0.06)
+    assert allowed == [1.0, 1.0, 0.78, 0.33, 0.33]
+    shutil.rmtree(job.out / "checkpoints")
+    assert "| 1.00 1.00 0.78 0.33 0.33 |" in as_markdown(results, [0], tmp_path)

@@ -12,7 +12,7 @@ from contextready.files import write_json
 from contextready.model.build import ModelConfig
 from contextready.reproduce.pointer import Result, is_finished
 from contextready.reproduce.pointer_rows import READINGS
-from contextready.train.checkpoint import open_checkpoint
+from contextready.train.checkpoint import newest_checkpoint, open_checkpoint
 from contextready.train.pointer import Outcome
 from contextready.train.source import SOLVED_ON
 
@@ -66,11 +66,12 @@ def _written(accuracy: Sequence[float]) -> str:
 
 def _as_trained(result: Result, out: Path) -> list[float] | None:
     """Accuracy of the first seed's newest checkpoint in the K parallel passes it was trained with; none for others."""
-    passes = _passes(result)
-    if passes is None:
+    passes, seed = _passes(result), min(result.outcomes)
+    if passes is None or newest_checkpoint(result.row.folder(seed, out)) is None:
         return None
-    checkpoint = open_checkpoint(result.row.folder(min(result.outcomes), out))
-    batch = task_of(result).batch("test", min(result.outcomes), checkpoint.progress.step, SOLVED_ON)
+    checkpoint = open_checkpoint(result.row.folder(seed, out))
+    # Not a batch that a validation of the run has seen: those have twice a step's number, or one more.
+    batch = task_of(result).batch("test", seed, 2 * checkpoint.progress.step + 2, SOLVED_ON)
     return score_levels(checkpoint.model(), task_of(result), batch, passes).accuracy
 
 
