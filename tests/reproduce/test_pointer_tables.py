@@ -47,6 +47,7 @@ def test_the_rows_of_the_other_parts():
     growth = [resolve_pointer(row.words(0, Path("x"))).task.hops for row in rows_of("cpu", ["growth"])]
     assert growth == [4, 8, 12]
     parallel = [resolve_pointer(row.words(0, Path("x"))).train for row in rows_of("cpu", ["parallel"])]
+    assert {t.batch_size for t in parallel} == {32}
     assert [(t.gradient, t.passes, t.k_min) for t in parallel] == [
         ("bptt", None, None),
         *(("unroll", k, None) for k in PASSES),
@@ -54,7 +55,7 @@ def test_the_rows_of_the_other_parts():
         ("implicit", 20, None),
     ]
     everything = rows_of("cpu", PARTS)
-    assert len({row.key for row in everything}) == len(everything) == 14 + 2 + 8
+    assert len({row.key for row in everything}) == len(everything) == 14 + 2 + 9
 
 
 def test_the_rows_at_the_papers_scale():

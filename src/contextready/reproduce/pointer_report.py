@@ -26,9 +26,9 @@ def as_markdown(results: Sequence[Result], seeds: Sequence[int], out: Path) -> s
         mine = [r for r in results if r.row.part == part and r.row.answers == answers and r.outcomes]
         compared = [r for r in results if r.row.key == "masked-d1" and r.outcomes]
         if part == "table" and mine == compared and len(results) > 1:
-            # Only there for the other parts to be compared with.
+            # Only there for those with more hops to be compared with.
             continue
-        if mine and part != "table":
+        if mine and part == "growth":
             mine += compared
         if mine:
             parts.append(f"{title}:\n\n{_table(mine, out)}")
@@ -45,7 +45,7 @@ def as_markdown(results: Sequence[Result], seeds: Sequence[int], out: Path) -> s
 
 def _table(results: Sequence[Result], out: Path) -> str:
     head = ["model", "levels solved", "steps", "seconds", "accuracy by level"]
-    ordered = sorted(results, key=lambda r: (r.row.ready, r.row.part == "table", r.row.layers))
+    ordered = sorted(results, key=lambda r: (r.row.ready, r.row.part != "table", r.row.layers))
     lines = [_line(result, out) for result in ordered]
     # A column that only some tables have something to say in.
     for title, found in (

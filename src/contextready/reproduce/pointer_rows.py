@@ -43,6 +43,8 @@ class Scale:
     transformers: dict[int, tuple[str, tuple[str, ...]]]
     ready: str
     growth: dict[str, tuple[str, tuple[str, ...]]]
+    parallel: tuple[str, ...] = ()
+    """What changes for all rows that compare ways of training: they are the dearest."""
 
 
 SCALES = {
@@ -50,6 +52,7 @@ SCALES = {
         {n: ("pointer-mini", ("correction=none", f"layers={n}", "eval_every=100")) for n in (1, 2, 3, 4, 5, 6)},
         "pointer-mini",
         {f"H={h}": ("pointer-mini", (f"hops={h}", "steps=6000")) for h in (8, 12)},
+        parallel=("batch_size=32",),
     ),
     "paper": Scale(
         {n: (f"pointer/pointer-n{n}-c256", ()) for n in (1, 3, 5, 10, 11, 12)},
@@ -66,7 +69,8 @@ def rows_of(scale: str, parts: Sequence[str]) -> list[Row]:
     """The rows of these parts, each once, those that matter most first."""
     if scale not in SCALES:
         raise ContextReadyError(f"There is no scale '{scale}'; {nearest(scale, list(SCALES))}")
-    s, rows = SCALES[scale], []
+    s = SCALES[scale]
+    rows: list[Row] = []
     few = {min(n for n in s.transformers if n > 1)}
     for answers in READINGS:
         rows.append(Row(f"{answers}-d1", "D=1 BPTT", "table", s.ready, (), answers))
@@ -76,22 +80,22 @@ def rows_of(scale: str, parts: Sequence[str]) -> list[Row]:
             rows.append(Row(f"{answers}-n{n}", f"N={n}", "table", recipe, settings, answers, n, ready=False))
     for name, (recipe, settings) in s.growth.items():
         rows.append(Row(f"growth-{_plain(name)}", f"D=1 BPTT, {name}", "growth", recipe, settings))
-    for k in PASSES:
-        words = ("gradient=unroll", f"passes={k}", "k_min=none")
-        rows.append(Row(f"parallel-k{k}", f"D=1, K={k} passes", "parallel", s.ready, words))
-    for k in PASSES[1:]:
-        words = ("gradient=unroll", f"passes={k}", f"k_min={PASSES[0]}")
-        name = f"D=1, K drawn from {PASSES[0]} to {k}"
-        rows.append(Row(f"parallel-random{k}", name, "parallel", s.ready, words))
-    words = ("gradient=implicit", f"passes={PASSES[-1]}", "k_min=none")
-    rows.append(Row("parallel-implicit", f"D=1, implicit at K={PASSES[-1]}", "parallel", s.ready, words))
+    first, last = PASSES[0], PASSES[-1]
+    ways: list[tuple[str, str, tuple[str, ...]]] = [("bptt", "D=1 BPTT", ())]
+    ways += [(f"k{k}", f"D=1, K={k} passes", ("gradient=unroll", f"passes={k}", "k_min=none")) for k in PASSES]
+    ways += [
+        (f"random{k}", f"D=1, K drawn from {first} to {k}", ("gradient=unroll", f"passes={k}", f"k_min={first}"))
+        for k in PASSES[1:]
+    ]
+    ways.append(("implicit", f"D=1, implicit at K={last}", ("gradient=implicit", f"passes={last}", "k_min=none")))
+    rows += [Row(f"parallel-{key}", name, "parallel", s.ready, (*words, *s.parallel)) for key, name, words in ways]
     headline = {f"masked-n{n}" for n in few} | {"masked-d1"}
-    # The other parts compare with the context-ready layer of the table.
     wanted: dict[str, Callable[[Row], bool]] = {
         "headline": lambda row: row.key in headline,
         "table": lambda row: row.part == "table",
+        # More hops than the context-ready layer of the table has.
         "growth": lambda row: row.part == "growth" or row.key == "masked-d1",
-        "parallel": lambda row: row.part == "parallel" or row.key == "masked-d1",
+        "parallel": lambda row: row.part == "parallel",
     }
     return [row for row in rows if any(wanted[part](row) for part in parts)]
 
