@@ -1,5 +1,8 @@
 """Small random models of many families, and what the Hugging Face tests share."""
 
+import contextlib
+import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +175,57 @@ def refused(capsys: Any, *arguments: Any) -> str:
     assert said.err.endswith((".\n", "?\n", "…\n"))
     assert said.err.count("\n") == 1
     return str(said.err)
+
+
+def refused_conversion(capsys: Any, tmp_path: Path, source: Any, *options: Any) -> str:
+    """One sentence, and nothing was written, not even for a while."""
+    before = sorted(path.name for path in tmp_path.iterdir())
+    said = refused(capsys, "convert", source, tmp_path / "out", *options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    return said
+
+
+def crt(*words: Any) -> str:
+    """A command that goes well; returns what it printed."""
+    from contextready.cli import main
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main([str(word) for word in words]) == 0
+    return out.getvalue()
+
+
+def generated(folder: Path) -> str:
+    """What `crt generate` writes with a model."""
+    return crt("generate", folder, "river stone", "--max-tokens", "8", "--seed", "3")
+
+
+def code_of_card(folder: Path) -> str:
+    """The Python of a folder's README, to be run from anywhere."""
+    (block,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.S)
+    assert 'folder = "."' in block
+    return str(block).replace('folder = "."', f"folder = {str(folder)!r}")
+
+
+TEXTS = [
+    "river stone light",
+    "  two  spaces ",
+    "it 's , isn't it ?",
+    "naïve — 日本 \N{SNOWMAN}",
+    "a\n\n\tb",
+    "",
+    "0" * 40,
+]
+"""What a tokenizer must not lose."""
+
+
+def some_tokens(rows: int = 2, length: int = 9) -> Tensor:
+    """Tokens that the small tokenizer knows."""
+    return torch.randint(KNOWN, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def logits(model: Any, tokens: Tensor, **settings: Any) -> Tensor:
+    """What a model says, without gradients."""
+    found: Tensor = model(tokens, **settings).logits
+    return found

@@ -1,30 +1,33 @@
-"""`crt convert`: the same function in another format, alone in its folder, there and back; and what it refuses."""
+"""`crt convert`: the same function in another format, there and back."""
 
-import ast
-import contextlib
-import io
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
-from hf_helpers import KNOWN, LLAMA_LIKE, randomise, refused, save, tiny_lm, train_tokenizer
+from hf_helpers import (
+    KNOWN,
+    TEXTS,
+    code_of_card,
+    crt,
+    generated,
+    logits,
+    randomise,
+    refused,
+    save,
+    some_tokens,
+    tiny_lm,
+)
 from train_helpers import make_data, run
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import contextready.hf.modeling  # noqa: F401  (registers its classes)
-from contextready.cli import main
 from contextready.data.tokenizer import Tokenizer
-from contextready.errors import ContextReadyError
 from contextready.hf.bundle import file_stem, needed_modules
 from contextready.hf.modeling import ContextReadyForCausalLM
-from contextready.hf.structure import find_structure
 from contextready.train.checkpoint import open_checkpoint
 
 READY = {
@@ -40,72 +43,18 @@ PLAIN = {
     "plain, extra FFN": {"correction": None, "extra_ffn": True},
 }
 RUNS = READY | PLAIN
-TEXTS = [
-    "river stone light",
-    "  two  spaces ",
-    "it 's , isn't it ?",
-    "naïve — 日本 \N{SNOWMAN}",
-    "a\n\n\tb",
-    "",
-    "0" * 40,
-]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return tmp_path_factory.mktemp("convert")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(place):
-    return train_tokenizer(place / "tokenizer")
-
-
-@pytest.fixture(scope="module")
-def base(place, tokenizer):
-    """A small Llama on disk: only read, never changed."""
-    return save(place / "base", tiny_lm("llama", vocab_size=KNOWN).float(), tokenizer)
-
-
-@pytest.fixture(scope="module")
-def converted(place, base):
-    """What the command made of it, and what it said."""
-    return place / "converted", crt("convert", base, place / "converted")
-
-
-@pytest.fixture(scope="module")
-def runs(place):
+def runs(tmp_path_factory):
     """Every kind of run, two steps long, converted and converted back."""
+    place = tmp_path_factory.mktemp("convert")
     data = make_data(place / "corpus")
     for name, changes in RUNS.items():
-        folder = place / "runs" / name
-        run(data, folder, **{"steps": 2, "eval_every": 1, "save_every": 1} | changes)
-        crt("convert", folder, place / "hf" / name)
+        run(data, place / "runs" / name, **{"steps": 2, "eval_every": 1, "save_every": 1} | changes)
+        crt("convert", place / "runs" / name, place / "hf" / name)
         crt("convert", place / "hf" / name, place / "back" / name)
     return place
-
-
-def crt(*arguments):
-    """A command that goes well; returns what it printed."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        assert main([str(word) for word in arguments]) == 0
-    return out.getvalue()
-
-
-def some_tokens(rows=2, length=9):
-    return torch.randint(KNOWN, (rows, length), generator=torch.Generator().manual_seed(0))
-
-
-@torch.no_grad()
-def logits(model, tokens, **settings):
-    return model(tokens, **settings).logits
-
-
-def code_of_card(folder):
-    (block,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.S)
-    assert 'folder = "."' in block
-    return block.replace('folder = "."', f"folder = {str(folder)!r}")
 
 
 # A pretrained model.
@@ -217,162 +166,6 @@ def test_options(tmp_path, base):
     assert model.model.correction.ffn.up.bias is not None
 
 
-# Without this package.
-
-
-REMOTE = """
-import contextlib, io, json, sys, traceback
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "contextready":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Refuse())
-import torch
-torch.set_num_threads(1)
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging
-logging.disable_progress_bar()
-tokens = torch.tensor(json.loads(sys.argv[1]))
-
-def work(task):
-    if "code" in task:
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            exec(task["code"], {})
-        return out.getvalue()
-    config = AutoConfig.from_pretrained(task["folder"], trust_remote_code=True)
-    model = AutoModelForCausalLM.from_pretrained(task["folder"], trust_remote_code=True)
-    assert type(model.config) is type(config)
-    with torch.no_grad():
-        found = model(tokens).logits
-        text = model.generate(tokens, max_new_tokens=6, do_sample=False, pad_token_id=0)
-    torch.save((found, text), task["result"])
-    if "again" in task:
-        model.save_pretrained(task["again"])
-    return type(model).__module__
-
-results = {}
-for name, task in json.loads(sys.argv[2]).items():
-    try:
-        results[name] = work(task)
-    except Exception as error:
-        results[name] = {"error": "".join(traceback.format_exception_only(error))[:300]}
-assert not any(name.partition(".")[0] == "contextready" for name in sys.modules)
-print(json.dumps(results))
-"""
-
-
-def without_package(cache, tasks):
-    """Do tasks in a process that cannot import this package; nothing that an earlier one copied is there."""
-    words = [json.dumps(some_tokens().tolist()), json.dumps(tasks, default=str)]
-    variables = {"HF_HOME": str(cache), "HF_MODULES_CACHE": str(cache / "modules"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", REMOTE, *words],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def trained(place, converted, runs):
-    """Models whose correction matters, saved by this package: around a Llama, and around its own transformer."""
-    model = AutoModelForCausalLM.from_pretrained(converted[0])
-    randomise(model)
-    model.save_pretrained(place / "trained" / "llama")
-    AutoTokenizer.from_pretrained(converted[0]).save_pretrained(place / "trained" / "llama")
-    shutil.copyfile(converted[0] / "README.md", place / "trained" / "llama" / "README.md")
-    shutil.copytree(runs / "hf" / "window", place / "trained" / "own")
-    return place / "trained"
-
-
-@pytest.fixture(scope="module")
-def elsewhere(trained):
-    """What a process without this package made of them, and another of what that one saved."""
-    # Whoever comes first finds nothing registered: the own ones, which need that most.
-    names = ("own", "llama")
-    first = {"card of plain": {"code": code_of_card(trained.parent / "hf" / "plain")}}
-    for name in names:
-        first[name] = {"folder": trained / name, "result": trained / f"{name}.pt", "again": trained / f"{name} again"}
-    found = without_package(trained / "cache", first)
-    second = {}
-    for name in names:
-        second[f"{name} again"] = {"folder": trained / f"{name} again", "result": trained / f"{name} again.pt"}
-    second |= {f"card of {name}": {"code": code_of_card(trained / name)} for name in names}
-    return found | without_package(trained / "other cache", second)
-
-
-def assert_same_elsewhere(trained, name, result):
-    found, text = torch.load(trained / f"{name}.pt")
-    model, tokens = AutoModelForCausalLM.from_pretrained(trained / result), some_tokens()
-    assert torch.equal(found, logits(model, tokens))
-    assert not torch.equal(found, logits(model, tokens, passes=1))
-    assert torch.equal(text, model.generate(tokens, max_new_tokens=6, do_sample=False, pad_token_id=0))
-
-
-@pytest.mark.parametrize("name", ["llama", "own"])
-def test_the_code_comes_with_the_weights(elsewhere, trained, name):
-    assert "error" not in elsewhere[name], elsewhere[name]
-    assert elsewhere[name].startswith("transformers_modules.")
-    assert_same_elsewhere(trained, name, name)
-
-
-@pytest.mark.parametrize("name", ["llama", "own"])
-def test_cards_run_where_the_package_is_not(elsewhere, name):
-    assert "error" not in elsewhere[f"card of {name}"], elsewhere[f"card of {name}"]
-    assert elsewhere[f"card of {name}"].startswith("Once upon a time")
-
-
-def test_the_card_of_a_plain_run_runs(elsewhere, runs):
-    """By itself, or it says that it needs this package."""
-    says_so = "import contextready.hf" in code_of_card(runs / "hf" / "plain")
-    assert says_so or "error" not in elsewhere["card of plain"], elsewhere["card of plain"]
-
-
-@pytest.mark.parametrize("name", ["llama", "own"])
-def test_what_was_saved_elsewhere_opens_here(elsewhere, trained, name):
-    assert "error" not in elsewhere[name]
-    again, model = (AutoModelForCausalLM.from_pretrained(trained / folder) for folder in (f"{name} again", name))
-    assert torch.equal(logits(again, some_tokens()), logits(model, some_tokens()))
-
-
-@pytest.mark.parametrize("name", ["llama", "own"])
-def test_what_was_saved_elsewhere_opens_elsewhere(elsewhere, trained, name):
-    again = elsewhere[f"{name} again"]
-    assert "error" not in again, again
-    assert_same_elsewhere(trained, f"{name} again", name)
-
-
-@pytest.mark.parametrize("name", ["llama", "own"])
-def test_what_was_saved_elsewhere_is_whole(elsewhere, trained, name):
-    assert "error" not in elsewhere[name]
-    for reference in json.loads((trained / f"{name} again" / "config.json").read_text())["auto_map"].values():
-        assert (trained / f"{name} again" / f"{reference.partition('.')[0]}.py").is_file()
-    assert {file.name for file in trained.glob(f"{name} again/*.py")} == {
-        file.name for file in trained.glob(f"{name}/*.py")
-    }
-
-
-def test_the_bundled_code_needs_torch_and_transformers_only():
-    modules = needed_modules()
-    assert "contextready.hf.modeling" in modules
-    allowed = {"torch", "transformers", "numpy", "safetensors", *sys.stdlib_module_names}
-    for name, source in modules.items():
-        for node in ast.parse(source).body:
-            if isinstance(node, ast.ImportFrom):
-                imported = [node.module]
-                assert node.level == 0
-            else:
-                imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            for module in imported:
-                if module.partition(".")[0] == "contextready":
-                    assert module in modules, f"{name} imports {module}"
-                else:
-                    assert module.partition(".")[0] in allowed, f"{name} imports {module}"
-
-
 # Runs of this package, there and back.
 
 
@@ -415,10 +208,6 @@ def test_a_run_has_the_same_tokens_in_hugging_face(runs, name):
     assert theirs(TEXTS)["input_ids"] == ids
     assert [theirs.decode(each) for each in ids] == [native.decode(each) for each in ids] == TEXTS
     assert (theirs.eos_token_id, theirs.bos_token_id) == (native.end_id, native.end_id)
-
-
-def generated(folder):
-    return crt("generate", folder, "river stone", "--max-tokens", "8", "--seed", "3")
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -480,268 +269,3 @@ def test_a_converted_pretrained_model_has_no_native_form(converted, tmp_path, ca
     said = refused(capsys, "convert", converted[0], tmp_path / "out")
     assert "LlamaForCausalLM, which has no native form" in said
     assert not list(tmp_path.iterdir())
-
-
-# GGUF.
-
-
-def write_gguf(path, lm, tokenizer):
-    """A Llama in the format of llama.cpp, all in float32."""
-    import gguf
-
-    config, writer = lm.config, gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
-    inner = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    tokens = sorted(inner["vocab"], key=inner["vocab"].get)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    kinds = [gguf.TokenType.CONTROL if i == tokenizer.eos_token_id else gguf.TokenType.NORMAL for i in range(KNOWN)]
-    writer.add_token_types(kinds)
-    writer.add_token_merges([" ".join(pair) for pair in inner["merges"]])
-    writer.add_bos_token_id(tokenizer.eos_token_id)
-    writer.add_eos_token_id(tokenizer.eos_token_id)
-
-    def interleaved(w, heads):
-        """llama.cpp turns neighbours where transformers turns halves."""
-        return w.reshape(heads, 2, -1, w.shape[1]).swapaxes(1, 2).reshape(w.shape)
-
-    state = {name: tensor.numpy() for name, tensor in lm.state_dict().items()}
-    writer.add_tensor("token_embd.weight", state["model.embed_tokens.weight"])
-    writer.add_tensor("output_norm.weight", state["model.norm.weight"])
-    writer.add_tensor("output.weight", state["lm_head.weight"])
-    names = {
-        "attn_norm": "input_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    }
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    for i in range(config.num_hidden_layers):
-        for theirs, ours in names.items():
-            w = state[f"model.layers.{i}.{ours}.weight"]
-            w = interleaved(w, heads[theirs]) if theirs in heads else w
-            writer.add_tensor(f"blk.{i}.{theirs}.weight", np.ascontiguousarray(w))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def test_a_gguf_file_is_converted(tmp_path, tokenizer):
-    pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
-    lm = tiny_lm("llama", vocab_size=KNOWN).float()
-    write_gguf(tmp_path / "x.gguf", lm, tokenizer)
-    crt("convert", tmp_path / "x.gguf", tmp_path / "out", "--correction", "blind")
-    model, tokens = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), some_tokens()
-    assert type(model.lm) is type(lm)
-    assert torch.equal(logits(model, tokens), logits(lm, tokens))
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
-    texts = [text for text in TEXTS if text]
-    assert theirs(texts, add_special_tokens=False)["input_ids"] == tokenizer(texts)["input_ids"]
-    assert generated(tmp_path / "out").strip()
-
-
-# What is refused.
-
-
-def refused_conversion(capsys, tmp_path, source, *options):
-    """One sentence, and nothing was written, not even for a while."""
-    out = tmp_path / "out"
-    before = sorted(path.name for path in tmp_path.iterdir())
-    said = refused(capsys, "convert", source, out, *options)
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
-    return said
-
-
-def changed_config(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def test_what_is_no_model_is_refused(tmp_path, capsys):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "notes.txt").write_text("nothing")
-    (tmp_path / "file.txt").write_text("nothing")
-    assert "is not a run or checkpoint" in refused_conversion(capsys, tmp_path, tmp_path / "folder")
-    assert "There is no model at" in refused_conversion(capsys, tmp_path, tmp_path / "missing")
-    assert "There is no model at" in refused_conversion(capsys, tmp_path, tmp_path / "file.txt")
-    assert "There is no model at" in refused_conversion(capsys, tmp_path, "no/such/name")
-
-
-def test_a_folder_that_exists_is_left_alone(base, tmp_path, capsys):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine.txt").write_text("mine")
-    assert "exists already; choose another folder" in refused_conversion(capsys, tmp_path, base)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
-
-
-def test_unknown_corrections_are_refused(base, tmp_path, capsys):
-    assert "Unknown correction 'ad'; did you mean 'add'?" in refused_conversion(
-        capsys, tmp_path, base, "--correction", "ad"
-    )
-    for kind in ("tied", "block_head"):
-        assert f"correction={kind} has no output layer" in refused_conversion(
-            capsys, tmp_path, base, "--correction", kind
-        )
-
-
-def test_no_passes_at_all_are_refused(base, tmp_path, capsys):
-    assert "passes" in refused_conversion(capsys, tmp_path, base, "--passes", "0")
-
-
-@pytest.mark.parametrize("names", [["transformers"], ["gguf"], ["accelerate"]])
-def test_a_missing_package_is_named(base, tmp_path, capsys, monkeypatch, names):
-    for name in names:
-        monkeypatch.setitem(sys.modules, name, None)
-    (tmp_path / "x.gguf").write_bytes(b"GGUF\x03\0\0\0" + bytes(16))
-    source = base if names == ["transformers"] else tmp_path / "x.gguf"
-    said = refused_conversion(capsys, tmp_path, source)
-    assert f"This needs the package {names[0]}; install it with: pip install 'contextready[hf]'" in said
-
-
-def test_pickled_weights_are_refused(base, tmp_path, capsys):
-    shutil.copytree(base, tmp_path / "model")
-    lm = AutoModelForCausalLM.from_pretrained(base)
-    torch.save(lm.state_dict(), tmp_path / "model" / "pytorch_model.bin")
-    (tmp_path / "model" / "model.safetensors").unlink()
-    said = refused_conversion(capsys, tmp_path, tmp_path / "model")
-    assert "pickled (pytorch_model.bin)" in said
-    assert "safetensors" in said
-    (tmp_path / "model" / "pytorch_model.bin").unlink()
-    assert "holds no weights" in refused_conversion(capsys, tmp_path, tmp_path / "model")
-
-
-@pytest.mark.parametrize("size", [0, 5, 1000, -1])
-def test_truncated_weights_are_refused(base, tmp_path, capsys, size):
-    shutil.copytree(base, tmp_path / "model")
-    file = tmp_path / "model" / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:size])
-    assert "cannot be opened as a model" in refused_conversion(capsys, tmp_path, tmp_path / "model")
-
-
-@pytest.mark.parametrize("text", ["", "{nope", "[1]", '{"hidden_size": 3}'])
-def test_a_config_that_says_nothing_is_refused(base, tmp_path, capsys, text):
-    shutil.copytree(base, tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_text(text)
-    assert str(tmp_path / "model") in refused_conversion(capsys, tmp_path, tmp_path / "model")
-
-
-def test_a_broken_config_is_named(base, tmp_path, capsys):
-    shutil.copytree(base, tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_text("{nope")
-    assert "config.json" in refused_conversion(capsys, tmp_path, tmp_path / "model")
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"model_type": "no_such_model"}, "cannot be opened as a model"),
-        ({"hidden_size": 64, "head_dim": 16}, "21 are missing or of another shape"),
-        ({"vocab_size": 280}, "2 are missing or of another shape"),
-    ],
-)
-def test_a_config_of_another_model_is_refused(base, tmp_path, capsys, changes, sentence):
-    shutil.copytree(base, tmp_path / "model")
-    changed_config(tmp_path / "model", **changes)
-    assert sentence in refused_conversion(capsys, tmp_path, tmp_path / "model")
-
-
-def test_missing_weights_are_refused(base, tmp_path, capsys):
-    shutil.copytree(base, tmp_path / "model")
-    changed_config(tmp_path / "model", num_hidden_layers=3)
-    refused_conversion(capsys, tmp_path, tmp_path / "model")
-
-
-def test_a_model_without_tokenizer_is_refused(base, tmp_path, capsys):
-    shutil.copytree(base, tmp_path / "model")
-    for file in (tmp_path / "model").glob("tokenizer*"):
-        file.unlink()
-    assert "no tokenizer" in refused_conversion(capsys, tmp_path, tmp_path / "model")
-
-
-SMALL = LLAMA_LIKE | {"vocab_size": KNOWN}
-OTHER_MODELS = {
-    "t5": ("T5ForConditionalGeneration", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}),
-    "distilbert": ("DistilBertForMaskedLM", {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}),
-    "opt": ("OPTForCausalLM", SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 16}),
-    "mamba": ("MambaForCausalLM", SMALL | {"state_size": 4}),
-    "lfm2": ("Lfm2ForCausalLM", SMALL | {"layer_types": ["conv", "full_attention"], "block_ff_dim": 48}),
-    "rwkv": ("RwkvForCausalLM", SMALL | {"attention_hidden_size": 32}),
-    "jamba": (
-        "JambaForCausalLM",
-        SMALL | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "num_experts": 2},
-    ),
-}
-WHY = {
-    "t5": "is an encoder-decoder model (t5)",
-    "distilbert": "is no causal language model",
-    "opt": "embeds tokens in 16 channels and its blocks have 32",
-    "mamba": "which a correction's passes cannot rewind",
-    "lfm2": "layers of the kind conv besides keys and values",
-    "rwkv": "a state besides keys and values",
-    "jamba": "which a correction's passes cannot rewind",
-}
-
-
-def save_other(folder, kind, name, settings, tokenizer):
-    import transformers
-
-    settings = {"vocab_size": KNOWN} | {key: value for key, value in settings.items() if not key.startswith("pad_")}
-    return save(folder, getattr(transformers, name)(AutoConfig.for_model(kind, **settings)), tokenizer)
-
-
-@pytest.mark.parametrize("kind", OTHER_MODELS)
-def test_other_kinds_of_models_are_refused(tmp_path, tokenizer, capsys, kind):
-    save_other(tmp_path / "model", kind, *OTHER_MODELS[kind], tokenizer)
-    assert WHY[kind] in refused_conversion(capsys, tmp_path, tmp_path / "model")
-
-
-@pytest.mark.parametrize("name", ["BertForMaskedLM", "BertLMHeadModel"])
-def test_a_model_that_sees_the_future_is_refused(tmp_path, tokenizer, capsys, name):
-    settings = {key: value for key, value in SMALL.items() if key not in ("head_dim", "num_key_value_heads")}
-    save_other(tmp_path / "model", "bert", name, settings, tokenizer)
-    refused_conversion(capsys, tmp_path, tmp_path / "model")
-
-
-def test_blocks_that_are_not_found_are_refused():
-    lm = tiny_lm("llama")
-    lm.config.num_hidden_layers = 7
-    with pytest.raises(ContextReadyError, match="The blocks of LlamaForCausalLM were not found: no list of 7 modules"):
-        find_structure(lm)
-
-
-def test_a_head_that_does_something_else_is_refused():
-    lm = tiny_lm("llama")
-    forward = lm.forward
-
-    def shifted(**arguments):
-        outputs = forward(**arguments)
-        outputs.logits = outputs.logits + 1.0
-        return outputs
-
-    lm.forward = shifted
-    with pytest.raises(ContextReadyError, match="is not embed, blocks, head"):
-        find_structure(lm)
-
-
-@pytest.mark.parametrize("content", [b"", b"nope" * 9, b"GGUF", b"GGUF\x09\0\0\0" + bytes(99), b"GGUF\x03\0\0\0"])
-def test_what_is_no_gguf_file_is_refused(tmp_path, capsys, content):
-    (tmp_path / "x.gguf").write_bytes(content)
-    assert "x.gguf" in refused_conversion(capsys, tmp_path, tmp_path / "x.gguf")
-    assert "There is no file" in refused_conversion(capsys, tmp_path, tmp_path / "y.gguf")

@@ -1,7 +1,5 @@
 """`crt train convert`: a pretrained model trained for real: all of it, its correction, adapters; and the controls."""
 
-import contextlib
-import io
 import json
 import shutil
 import sys
@@ -9,14 +7,13 @@ import sys
 import pytest
 import torch
 from distributed_helpers import assert_equal_tensors, do_together, everything, went_well
-from hf_helpers import KNOWN, randomise, refused, save, tiny_lm, train_tokenizer
+from hf_helpers import KNOWN, crt, randomise, refused, save, some_tokens, tiny_lm, train_tokenizer
 from train_helpers import make_data, sums
 from train_helpers import metrics as metrics_of
 from transformers import AutoModelForCausalLM
 
 import contextready.hf.modeling  # noqa: F401  (registers its classes)
 from contextready.analysis.perplexity import parallel_scores
-from contextready.cli import main
 from contextready.data.batches import Windows
 from contextready.data.shards import Data
 from contextready.hf.finetune import start
@@ -107,20 +104,8 @@ def arguments(place, out, **changes):
     return ["train", "convert", *(f"{key}={value}" for key, value in settings.items())]
 
 
-def crt(*words):
-    """A command that goes well; returns what it printed."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        assert main([str(word) for word in words]) == 0
-    return out.getvalue()
-
-
 def base_of(place, name):
     return AutoModelForCausalLM.from_pretrained(place / TUNES[name].get("pretrained", "llama"))
-
-
-def some_tokens(rows=3, length=9):
-    return torch.randint(KNOWN, (rows, length), generator=torch.Generator().manual_seed(0))
 
 
 def is_plain(name):
@@ -198,7 +183,7 @@ def test_a_run_becomes_a_plain_folder(runs, folders, name):
     model, info = AutoModelForCausalLM.from_pretrained(folders / name, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert not any("lora" in key or "base_layer" in key for key in model.state_dict())
-    tokens, native = some_tokens(), open_checkpoint(runs / name).model()
+    tokens, native = some_tokens(3), open_checkpoint(runs / name).model()
     # Every pass makes more of the rounding of merged weights.
     settings = {} if is_plain(name) else {"passes": 3 if "lora" in name else 10}
     found, expected = model(tokens, **settings).logits, native(tokens, passes=settings.get("passes", 1))
@@ -268,7 +253,7 @@ def test_biases_of_a_converted_folder_are_kept(place, tmp_path):
     crt("convert", place / "llama", tmp_path / "fresh", "--bias")
     crt(*arguments(place, tmp_path / "run", steps=1, pretrained=tmp_path / "fresh"))
     crt("convert", tmp_path / "run", tmp_path / "out")
-    tokens, model = some_tokens(), AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokens, model = some_tokens(3), AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.model.correction.ffn.down.bias.any()
     with torch.no_grad():
         native = open_checkpoint(tmp_path / "run").model()
@@ -419,7 +404,7 @@ def test_two_processes_train_as_one(place, runs, folders, together, tmp_path, ke
     crt("convert", plain, tmp_path / "out")
     models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "out", folders / tune)]
     with torch.no_grad():
-        found, expected = (model(some_tokens(), passes=3).logits for model in models)
+        found, expected = (model(some_tokens(3), passes=3).logits for model in models)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-3 * float(expected.abs().max()))
 
 
