@@ -1,6 +1,6 @@
 """The tables and pictures of pointer chasing, from the runs as they stand."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,13 @@ from contextready.data.pointer import PointerTask
 from contextready.files import write_json
 from contextready.model.build import ModelConfig
 from contextready.reproduce.pointer import Result, is_finished
-from contextready.reproduce.pointer_rows import READINGS
+from contextready.reproduce.pointer_rows import PASSES, READINGS
 from contextready.train.checkpoint import newest_checkpoint, open_checkpoint
 from contextready.train.pointer import Outcome
 from contextready.train.source import SOLVED_ON
+
+COMPARED_ON = 500
+"""Fresh sequences on which numbers of passes are compared: a few hundredths between levels are not the question."""
 
 
 def as_markdown(results: Sequence[Result], seeds: Sequence[int], out: Path) -> str:
@@ -32,6 +35,9 @@ def as_markdown(results: Sequence[Result], seeds: Sequence[int], out: Path) -> s
             mine += compared
         if mine:
             parts.append(f"{title}:\n\n{_table(mine, out)}")
+        if mine and part == "parallel":
+            title = "The same models, read in so many passes; answers right, mean of all levels"
+            parts.append(f"{title}:\n\n{_by_passes(mine, out)}")
     several = f"Of seeds {', '.join(map(str, seeds))} in this order. " if len(seeds) > 1 else ""
     words = (
         f"{several}Levels solved: at least 0.99 right on 2,000 fresh sequences. Steps: at which all were solved, or "
@@ -65,14 +71,32 @@ def _written(accuracy: Sequence[float]) -> str:
 
 
 def _as_trained(result: Result, out: Path) -> list[float] | None:
-    """Accuracy of the first seed's newest checkpoint in the K parallel passes it was trained with; none for others."""
-    passes, seed = _passes(result), min(result.outcomes)
-    if passes is None or newest_checkpoint(result.row.folder(seed, out)) is None:
-        return None
+    """Accuracy in the K parallel passes that a model was trained with; none for others."""
+    passes = _passes(result)
+    return None if passes is None else next(_scored(result, [passes], SOLVED_ON, out), None)
+
+
+def _by_passes(results: Sequence[Result], out: Path) -> str:
+    """Mean accuracy in fewer and in more passes than a model was trained with, and streamed, where passes lead to."""
+    lines = [["model", *(f"K={k}" for k in PASSES), "streamed"]]
+    for result in results:
+        means = [sum(accuracy) / len(accuracy) for accuracy in _scored(result, [*PASSES, None], COMPARED_ON, out)]
+        if means:
+            lines.append([result.row.name, *(f"{mean:.2f}" for mean in means)])
+    return aligned(lines)
+
+
+def _scored(result: Result, ways: Sequence[int | None], sequences: int, out: Path) -> Iterator[list[float]]:
+    """Accuracy of the first seed's newest checkpoint, read in each of these numbers of passes or streamed (None)."""
+    seed = min(result.outcomes)
+    if newest_checkpoint(result.row.folder(seed, out)) is None:
+        return
     checkpoint = open_checkpoint(result.row.folder(seed, out))
     # Not a batch that a validation of the run has seen: those have twice a step's number, or one more.
-    batch = task_of(result).batch("test", seed, 2 * checkpoint.progress.step + 2, SOLVED_ON)
-    return score_levels(checkpoint.model(), task_of(result), batch, passes).accuracy
+    batch = task_of(result).batch("test", seed, 2 * checkpoint.progress.step + 2, sequences)
+    model = checkpoint.model()
+    for passes in ways:
+        yield score_levels(model, task_of(result), batch, passes).accuracy
 
 
 def _line(result: Result, out: Path) -> list[str]:
