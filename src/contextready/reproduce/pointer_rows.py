@@ -51,7 +51,7 @@ SCALES = {
     "cpu": Scale(
         {n: ("pointer-mini", ("correction=none", f"layers={n}", "eval_every=100")) for n in (1, 2, 3, 4, 5, 6)},
         "pointer-mini",
-        {f"H={h}": ("pointer-mini", (f"hops={h}", "steps=6000")) for h in (8, 12)},
+        {f"H={h}": ("pointer-mini", (f"hops={h}", "steps=10000")) for h in (8, 12)},
         parallel=("batch_size=32",),
     ),
     "paper": Scale(
