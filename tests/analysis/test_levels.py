@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from contextready.analysis import levels
-from contextready.analysis.levels import LevelScore, levels_solved, score_levels
+from contextready.analysis.levels import LevelScore, levels_solved, score_levels, score_passes
 from contextready.data.pointer import IGNORED, PointerTask
 from contextready.model.build import ModelConfig, build_model
 
@@ -87,6 +87,6 @@ def test_a_context_ready_model_is_scored_as_it_streams_not_after_few_passes():
     asked_T = batch.levels_T >= 0
     right = (two == batch.targets_BT)[:, asked_T].sum()
     assert float(right) != streamed.right_L.sum()
-    assert score_levels(model, TASK, batch, passes=2).right_L.sum() == float(right)
-    converged = score_levels(model, TASK, batch, passes=TASK.length + 1)
+    assert score_passes(model, TASK, batch, [2, 5])[2].right_L.sum() == float(right)
+    converged = score_passes(model, TASK, batch, [2, TASK.length + 1])[TASK.length + 1]
     assert np.array_equal(converged.right_L, streamed.right_L)

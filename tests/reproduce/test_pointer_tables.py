@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from contextready.analysis.levels import score_levels
+from contextready.analysis.levels import score_levels, score_passes
 from contextready.cli import main
 from contextready.errors import ContextReadyError
 from contextready.reproduce.jobs import LOG, Job, run_jobs
@@ -195,10 +195,12 @@ def test_parallel_rows_are_also_scored_in_their_own_passes(tmp_path):
     assert streamed == pytest.approx(outcome(job.out).accuracy, abs=0.0051)
     checkpoint = open_checkpoint(job.out)
     task = results[0].config.task
-    many, few = (task.batch("test", 0, 2 * checkpoint.progress.step + 2, count) for count in (2000, 500))
-    assert in_passes == pytest.approx(score_levels(checkpoint.model(), task, many, 2).accuracy, abs=0.0051)
+    batch = task.batch("test", 0, 2 * checkpoint.progress.step + 2, 500)
+    scores = score_passes(checkpoint.model(), task, batch, [2, 5, 10, 20])
+    assert in_passes == pytest.approx(scores[2].accuracy, abs=0.0051)
     assert allowed == [1.0, 1.0, 0.78, 0.33, 0.33]
-    means = [sum(score_levels(checkpoint.model(), task, few, k).accuracy) / 5 for k in (2, 5, 10, 20, None)]
+    read = [*scores.values(), score_levels(checkpoint.model(), task, batch)]
+    means = [sum(score.accuracy) / 5 for score in read]
     assert len({round(mean, 2) for mean in means}) > 3
     assert [float(cell) for cell in second[1:]] == pytest.approx(means, abs=0.0051)
     shutil.rmtree(job.out / "checkpoints")

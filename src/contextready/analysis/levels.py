@@ -1,6 +1,6 @@
 """Pointer chasing, scored: how many answers of each level are right, read as the model would stream."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -54,39 +54,58 @@ class LevelScore:
         return cls(*(sum(getattr(part, name) for part in parts) for name in ("asked_L", "right_L", "nll_L")))
 
 
+def score_levels(model: Transformer | ContextReady, task: PointerTask, batch: PointerBatch) -> LevelScore:
+    """Score sequences: a context-ready model reads them token by token, a transformer at once."""
+
+    def read(e_BTC: Tensor) -> Iterator[Tensor]:
+        if isinstance(model, ContextReady):
+            yield model.read(e_BTC, model.init_state(len(e_BTC)))[0]
+        else:
+            yield model.blocks(e_BTC)[0]
+
+    (score,) = _scores(model, task, batch, read)
+    return score
+
+
+def score_passes(
+    model: ContextReady, task: PointerTask, batch: PointerBatch, passes: Sequence[int]
+) -> dict[int, LevelScore]:
+    """Score sequences after each of these numbers of parallel passes, in one unroll."""
+    wanted = sorted(set(passes))
+
+    def read(e_BTC: Tensor) -> Iterator[Tensor]:
+        for k, done in enumerate(islice(model.passes(e_BTC), wanted[-1]), start=1):
+            if k in wanted:
+                yield done.z_BTC
+
+    return dict(zip(wanted, _scores(model, task, batch, read), strict=True))
+
+
 @torch.inference_mode()
-def score_levels(
-    model: Transformer | ContextReady, task: PointerTask, batch: PointerBatch, passes: int | None = None
-) -> LevelScore:
-    """Score sequences: a context-ready model reads them token by token, or in K = `passes`; a transformer at once."""
+def _scores(
+    model: Transformer | ContextReady,
+    task: PointerTask,
+    batch: PointerBatch,
+    read: Callable[[Tensor], Iterator[Tensor]],
+) -> list[LevelScore]:
+    """Score every output that a way of reading gives."""
+    backbone: Any = model.backbone if isinstance(model, ContextReady) else model
     device = next(model.parameters()).device
     asks_T = batch.levels_T >= 0
     levels_Q = batch.levels_T[asks_T]
-    sums = torch.zeros(3, task.levels, dtype=torch.float64)
+    sums: dict[int, Tensor] = {}
     for inputs_BT, targets_BT in zip(
         *(torch.split(part, ROWS) for part in (batch.inputs_BT, batch.targets_BT)), strict=True
     ):
-        logits_BQV = _answers(model, inputs_BT.to(device), asks_T.to(device), passes).cpu().double()
         targets_BQ = targets_BT[:, asks_T]
-        right_BQ = (logits_BQV.argmax(dim=-1) == targets_BQ).double()
-        nll_BQ = F.cross_entropy(logits_BQV.flatten(0, 1), targets_BQ.flatten(), reduction="none").view_as(right_BQ)
-        for kind, values_BQ in enumerate((torch.ones_like(right_BQ), right_BQ, nll_BQ)):
-            sums[kind].index_add_(0, levels_Q, values_BQ.sum(dim=0))
-    return LevelScore(*sums.numpy())
-
-
-def _answers(model: Transformer | ContextReady, inputs_BT: Tensor, asks_T: Tensor, passes: int | None) -> Tensor:
-    """Logits where something is asked."""
-    backbone: Any = model.backbone if isinstance(model, ContextReady) else model
-    e_BTC = backbone.embed(inputs_BT)
-    if isinstance(model, ContextReady) and passes is not None:
-        z_BTC = next(islice(model.passes(e_BTC), passes - 1, None)).z_BTC
-    elif isinstance(model, ContextReady):
-        z_BTC, _ = model.read(e_BTC, model.init_state(len(inputs_BT)))
-    else:
-        z_BTC, _ = model.blocks(e_BTC)
-    logits_BQV: Tensor = backbone.head(z_BTC[:, asks_T])
-    return logits_BQV
+        for which, z_BTC in enumerate(read(backbone.embed(inputs_BT.to(device)))):
+            logits_BQV = backbone.head(z_BTC[:, asks_T.to(device)]).cpu().double()
+            right_BQ = (logits_BQV.argmax(dim=-1) == targets_BQ).double()
+            nll_BQ = F.cross_entropy(logits_BQV.flatten(0, 1), targets_BQ.flatten(), reduction="none").view_as(right_BQ)
+            mine = sums.setdefault(which, torch.zeros(3, task.levels, dtype=torch.float64))
+            for kind, values_BQ in enumerate((torch.ones_like(right_BQ), right_BQ, nll_BQ)):
+                mine[kind].index_add_(0, levels_Q, values_BQ.sum(dim=0))
+    return [LevelScore(*mine.numpy()) for mine in sums.values()]
 
 
 def best_accuracy(task: PointerTask, reached: int) -> list[float]:

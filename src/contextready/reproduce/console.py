@@ -46,8 +46,9 @@ def run_reproduce(
     results = results_of(rows, seeds, out, changes)
     if not any(result.outcomes for result in results):
         raise ContextReadyError(f"There is no run of these in {out} yet.")
-    console.print("\n" + as_markdown(results, seeds, out) + "\n")
-    write_report(results, seeds, out)
+    markdown = as_markdown(results, seeds, out)
+    console.print(f"\n{markdown}\n")
+    write_report(markdown, results, out)
     try:
         pictures = draw_report(results, seeds[0], out)
         console.print(f"The report: {out / 'report.md'}. Pictures: {', '.join(path.name for path in pictures)}")

@@ -1,29 +1,32 @@
 """The tables and pictures of pointer chasing, from the runs as they stand."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from contextready.analysis.bounds import receptive_field
-from contextready.analysis.levels import best_accuracy, levels_solved, score_levels
+from contextready.analysis.levels import best_accuracy, levels_solved, score_levels, score_passes
 from contextready.analysis.pointer_plots import Staircase, draw_staircases, draw_waves, read_wave
 from contextready.data.pointer import PointerTask
 from contextready.files import write_json
 from contextready.model.build import ModelConfig
+from contextready.model.context_ready import ContextReady
 from contextready.reproduce.pointer import Result, is_finished
 from contextready.reproduce.pointer_rows import PASSES, READINGS
 from contextready.train.checkpoint import newest_checkpoint, open_checkpoint
 from contextready.train.pointer import Outcome
-from contextready.train.source import SOLVED_ON
 
 COMPARED_ON = 500
-"""Fresh sequences on which numbers of passes are compared: a few hundredths between levels are not the question."""
+"""Fresh sequences on which numbers of passes are compared."""
+Accuracies = dict[int | None, list[float]]
+"""By level, for numbers of passes; None is streamed."""
 
 
 def as_markdown(results: Sequence[Result], seeds: Sequence[int], out: Path) -> str:
     """Every table for which there are runs."""
     tables = [(f"Answers {answers}", "table", answers) for answers in READINGS]
-    tables += [("More hops", "growth", "masked"), ("Parallel training", "parallel", "masked")]
+    tables += [("More hops", "growth", "masked")]
     parts = []
     for title, part, answers in tables:
         mine = [r for r in results if r.row.part == part and r.row.answers == answers and r.outcomes]
@@ -34,69 +37,76 @@ def as_markdown(results: Sequence[Result], seeds: Sequence[int], out: Path) -> s
         if mine and part == "growth":
             mine += compared
         if mine:
-            parts.append(f"{title}:\n\n{_table(mine, out)}")
-        if mine and part == "parallel":
-            title = "The same models, read in so many passes; answers right, mean of all levels"
-            parts.append(f"{title}:\n\n{_by_passes(mine, out)}")
+            allowed = [window_allows(result) for result in mine]
+            parts.append(f"{title}:\n\n{_table(mine, {'the window allows': allowed}, out)}")
+    parts += _parallel([r for r in results if r.row.part == "parallel" and r.outcomes], out)
     several = f"Of seeds {', '.join(map(str, seeds))} in this order. " if len(seeds) > 1 else ""
     words = (
         f"{several}Levels solved: at least 0.99 right on 2,000 fresh sequences. Steps: at which all were solved, or "
         "all that were made; seconds are those of the updates. Accuracy: the median seed's, by level. The window "
         "allows: the best that a transformer of this depth can do by its receptive field. In K passes: the accuracy of "
-        "the first seed not streamed, but in the largest K it was trained with, and the best that so many passes can "
-        "see. An asterisk marks runs that are not finished."
+        f"the first seed not streamed, but in the largest K it was trained with, on {COMPARED_ON} fresh sequences, and "
+        "the best that so many passes can see. An asterisk marks runs that are not finished."
     )
     return "\n\n".join([*parts, words])
 
 
-def _table(results: Sequence[Result], out: Path) -> str:
+def _parallel(results: Sequence[Result], out: Path) -> list[str]:
+    """What parallel training comes to, and how its models fare in other numbers of passes than their own."""
+    if not results:
+        return []
+    found = [_accuracies(result, out) for result in results]
+    own = [None if f is None or (k := _passes(r)) is None else f[k] for r, f in zip(results, found, strict=True)]
+    columns = {"in K passes": own, "K passes allow": [passes_allow(result) for result in results]}
+    tables = [f"Parallel training:\n\n{_table(results, columns, out)}"]
+    scored = [(r.row.name, f) for r, f in zip(results, found, strict=True) if f is not None]
+    if scored:
+        title = "The same models, read in so many passes; answers right, mean of all levels"
+        tables.append(f"{title}:\n\n{_by_passes(scored)}")
+    return tables
+
+
+def _table(results: Sequence[Result], columns: Mapping[str, Sequence[list[float] | None]], out: Path) -> str:
+    """A line for each row; `columns` are further accuracies by level, left out where there are none at all."""
     head = ["model", "levels solved", "steps", "seconds", "accuracy by level"]
-    ordered = sorted(results, key=lambda r: (r.row.ready, r.row.part != "table", r.row.layers))
-    lines = [_line(result, out) for result in ordered]
-    # A column that only some tables have something to say in.
-    for title, found in (
-        ("the window allows", [window_allows(result) for result in ordered]),
-        ("in K passes", [_as_trained(result, out) for result in ordered]),
-        ("K passes allow", [passes_allow(result) for result in ordered]),
-    ):
-        if any(found):
-            head.append(title)
-            for line, accuracy in zip(lines, found, strict=True):
-                line.append("" if accuracy is None else _written(accuracy))
-    return aligned([head, *lines])
+    shown = {title: found for title, found in columns.items() if any(found)}
+    lines = []
+    for i in sorted(range(len(results)), key=lambda i: _place(results[i])):
+        further = ["" if (accuracy := found[i]) is None else _written(accuracy) for found in shown.values()]
+        lines.append([*_line(results[i], out), *further])
+    return aligned([[*head, *shown], *lines])
+
+
+def _place(result: Result) -> tuple[bool, bool, int]:
+    return result.row.ready, result.row.part != "table", result.row.layers
 
 
 def _written(accuracy: Sequence[float]) -> str:
     return " ".join(f"{part:.2f}" for part in accuracy)
 
 
-def _as_trained(result: Result, out: Path) -> list[float] | None:
-    """Accuracy in the K parallel passes that a model was trained with; none for others."""
-    passes = _passes(result)
-    return None if passes is None else next(_scored(result, [passes], SOLVED_ON, out), None)
-
-
-def _by_passes(results: Sequence[Result], out: Path) -> str:
+def _by_passes(accuracies: Sequence[tuple[str, Accuracies]]) -> str:
     """Mean accuracy in fewer and in more passes than a model was trained with, and streamed, where passes lead to."""
-    lines = [["model", *(f"K={k}" for k in PASSES), "streamed"]]
-    for result in results:
-        means = [sum(accuracy) / len(accuracy) for accuracy in _scored(result, [*PASSES, None], COMPARED_ON, out)]
-        if means:
-            lines.append([result.row.name, *(f"{mean:.2f}" for mean in means)])
-    return aligned(lines)
+    head = ["model", *(f"K={k}" for k in PASSES), "streamed"]
+    return aligned(
+        [head, *([name, *(f"{fmean(found[k]):.2f}" for k in (*PASSES, None))] for name, found in accuracies)]
+    )
 
 
-def _scored(result: Result, ways: Sequence[int | None], sequences: int, out: Path) -> Iterator[list[float]]:
-    """Accuracy of the first seed's newest checkpoint, read in each of these numbers of passes or streamed (None)."""
+def _accuracies(result: Result, out: Path) -> Accuracies | None:
+    """Of the first seed's newest checkpoint; none where there is none."""
     seed = min(result.outcomes)
     if newest_checkpoint(result.row.folder(seed, out)) is None:
-        return
+        return None
     checkpoint = open_checkpoint(result.row.folder(seed, out))
+    task, model = task_of(result), checkpoint.model()
+    assert isinstance(model, ContextReady)
     # Not a batch that a validation of the run has seen: those have twice a step's number, or one more.
-    batch = task_of(result).batch("test", seed, 2 * checkpoint.progress.step + 2, sequences)
-    model = checkpoint.model()
-    for passes in ways:
-        yield score_levels(model, task_of(result), batch, passes).accuracy
+    batch = task.batch("test", seed, 2 * checkpoint.progress.step + 2, COMPARED_ON)
+    found: Accuracies = {None: score_levels(model, task, batch).accuracy}
+    for k, score in score_passes(model, task, batch, [*PASSES, _passes(result) or 1]).items():
+        found[k] = score.accuracy
+    return found
 
 
 def _line(result: Result, out: Path) -> list[str]:
@@ -165,9 +175,9 @@ def as_record(results: Sequence[Result]) -> list[dict[str, Any]]:
     ]
 
 
-def write_report(results: Sequence[Result], seeds: Sequence[int], out: Path) -> None:
+def write_report(markdown: str, results: Sequence[Result], out: Path) -> None:
     """report.md and report.json."""
-    (out / "report.md").write_text(as_markdown(results, seeds, out) + "\n")
+    (out / "report.md").write_text(markdown + "\n")
     write_json(out / "report.json", as_record(results))
 
 
