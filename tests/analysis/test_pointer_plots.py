@@ -16,8 +16,9 @@ def write_records(run, records):
 
 def test_a_wave_is_read_from_the_validations(tmp_path):
     run = tmp_path / "run"
-    records = [{"step": 0, "accuracy": [0.1, 0.2]}, {"step": 10, "loss": 1.0}, {"step": 50, "accuracy": [1.0, 0.3]}]
-    write_records(run, records)
+    more = {"seconds": 1.0, "levels_solved": 0, "solved": False}
+    first, last = ({"step": step, "accuracy": [a, b]} | more for step, a, b in ((0, 0.1, 0.2), (50, 1.0, 0.3)))
+    write_records(run, [first, {"step": 10, "loss": 1.0}, last])
     wave = read_wave(run)
     assert (wave.name, wave.steps_S.tolist(), wave.accuracy_SL.tolist()) == ("run", [0, 50], [[0.1, 0.2], [1.0, 0.3]])
     assert len(level_records(run)) == 2
@@ -25,8 +26,15 @@ def test_a_wave_is_read_from_the_validations(tmp_path):
 
 def test_a_run_on_text_has_no_levels(tmp_path):
     write_records(tmp_path / "run", [{"step": 0, "val_loss": 1.0}])
-    with pytest.raises(ContextReadyError, match="it did not learn pointer chasing"):
+    assert level_records(tmp_path / "run") == []
+    with pytest.raises(ContextReadyError, match="it has learned no pointer chasing yet"):
         read_wave(tmp_path / "run")
+
+
+def test_records_that_lack_something_are_damaged(tmp_path):
+    write_records(tmp_path / "run", [{"step": 4, "accuracy": [1.0], "solved": True, "levels_solved": 1}])
+    with pytest.raises(ContextReadyError, match="validation at step 4 lacks seconds; the file is damaged"):
+        level_records(tmp_path / "run")
 
 
 def is_picture(paths):

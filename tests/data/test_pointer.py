@@ -14,6 +14,8 @@ TASKS = [
     for answers in ("masked", "visible")
     for queries in ("level", "all")
 ]
+MANY_LETTERS = PointerTask(hops=6, keys=3, values=3)
+"""Enough keys to come to the letter Q, which is the query."""
 
 
 def example(task):
@@ -64,7 +66,7 @@ def solve(words):
     return found
 
 
-@pytest.mark.parametrize("task", [*TASKS, PointerTask(), PointerTask(hops=20, keys=2, values=3)], ids=str)
+@pytest.mark.parametrize("task", [*TASKS, MANY_LETTERS, PointerTask(), PointerTask(hops=20, keys=2, values=3)], ids=str)
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_targets_are_what_a_solver_reads(task, split):
     batch = task.batch(split, seed=1, step=2, rows=5)
@@ -193,9 +195,11 @@ def test_an_example_is_shown_as_the_paper_prints_it():
 
 
 def test_what_is_shown_is_the_whole_sequence_in_every_reading():
-    for task in TASKS:
-        batch = task.batch("test", 3, 0, 2)
+    for task, seed in [*((task, 3) for task in TASKS), *((MANY_LETTERS, seed) for seed in range(8))]:
+        assert len({task.spelled(token) for token in range(task.vocab_size)}) == task.vocab_size
+        batch = task.batch("test", seed, 0, 2)
         lines = task.shown(batch, row=1).splitlines()
+        assert sum(line.startswith("Level") for line in lines) == task.levels
         for name, tokens in (("Input:", batch.inputs_BT[1]), ("Target:", batch.targets_BT[1])):
             shown = [word for line in lines if line.strip().startswith(name) for word in line.split()[1:]]
             assert " ".join(shown) == spelled(task, tokens)

@@ -1,5 +1,6 @@
 """`crt reproduce pointer`: its rows are the paper's and the miniature's; runs go on, fail and are reported for real."""
 
+import io
 import json
 import re
 import shutil
@@ -7,18 +8,21 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from contextready.analysis.levels import score_levels, score_passes
 from contextready.cli import main
 from contextready.errors import ContextReadyError
+from contextready.reproduce.console import Overview
 from contextready.reproduce.jobs import LOG, Job, run_jobs
 from contextready.reproduce.pointer import jobs_of, results_of, with_changes
 from contextready.reproduce.pointer_report import aligned, as_markdown
 from contextready.reproduce.pointer_rows import PARTS, PASSES, rows_of
-from contextready.train.checkpoint import open_checkpoint
+from contextready.train.checkpoint import newest_checkpoint, open_checkpoint
 from contextready.train.pointer import outcome, resolve_pointer
 
 TINY = ["width=16", "heads=2", "batch_size=4", "values=3", "eval_every=2", "eval_tokens=200"]
@@ -37,9 +41,12 @@ def test_the_rows_of_the_miniature():
         assert run.model.layers == row.layers
         assert (run.model.correction is not None) == row.ready
         assert (run.train.seed, run.train.out) == (3, f"runs/x/{row.key}-seed3")
-    # The same steps, batch and rate for all.
+    # All else is the same for all.
     runs = [resolve_pointer(row.words(0, Path("runs"))).train for row in table]
-    assert len({(t.steps, t.batch_size, t.lr, t.warmup) for t in runs}) == 1
+    same = {"out": "", "gradient": "unroll", "passes": 1, "k_min": None, "eval_every": 100}
+    assert len({replace(t, **same) for t in runs}) == 1
+    assert {(t.gradient, t.eval_every) for t in runs} == {("bptt", 50), ("unroll", 100)}
+    assert {t.precision for t in runs} == {"fp32"}
 
 
 def test_the_rows_of_the_other_parts():
@@ -66,6 +73,13 @@ def test_the_rows_at_the_papers_scale():
         run = resolve_pointer(row.words(0, Path("runs")))
         assert run.model.window == 38
         assert run.train.steps == 50_000
+        assert run.train.precision == "fp32"
+    # What is compared with parallel training is a run of the table, not the same run once more.
+    parallel = [row.key for row in rows_of("paper", ["parallel"])]
+    assert parallel[0] == "masked-d1"
+    assert "parallel-bptt" not in parallel
+    words = [" ".join(row.words(0, Path("x"))[:-1]) for row in rows_of("paper", PARTS)]
+    assert len(set(words)) == len(words)
     with pytest.raises(ContextReadyError, match="There is no scale 'gpu'"):
         rows_of("gpu", ["table"])
 
@@ -109,42 +123,95 @@ def test_what_is_done_is_not_done_again_and_more_steps_go_on(made, capsys):
     assert jobs_of(rows, [0], out, [*TINY, "steps=4"]) == []
     assert len(jobs_of(rows, [0, 1], out, [*TINY, "steps=4"])) == 2
     assert len(jobs_of(rows, [0], out, [*TINY, "steps=6"])) == 2
-    assert main([*words, "steps=6", "--report"]) == 0
-    assert "0* of 5" in capsys.readouterr().out
     assert main([*words, "steps=6"]) == 0
-    assert "0 of 5" in capsys.readouterr().out
     assert outcome(out / "masked-n2-seed0").step == 6
+    said = capsys.readouterr().out
+    # The report of the folder alone is the same, whatever was asked for when the runs were made.
+    assert main(["reproduce", "pointer", "--out", str(out), "--report"]) == 0
+    assert capsys.readouterr().out.strip() in said
+
+
+def test_runs_of_other_settings_are_not_taken_for_these(made):
+    """Nor for other seeds of them: what shares a table has the same settings."""
+    out, _ = made
+    rows = rows_of("cpu", ["headline"])
+    for seed in (0, 1):
+        with pytest.raises(ContextReadyError, match=r"masked-d1-seed0 was trained with lr=0.001, and lr=0.5 is asked"):
+            jobs_of(rows, [seed], out, [*TINY, "steps=4", "lr=0.5"])
+    assert results_of(rows, out)[0].config.train.lr == 0.001
+
+
+def test_other_parts_stay_in_the_report(made, tmp_path, capsys):
+    out = tmp_path / "runs"
+    shutil.copytree(made[0], out)
+    shutil.copytree(out / "masked-d1-seed0", out / "growth-h-8-seed5")
+    shutil.rmtree(out / "masked-n2-seed0")
+    assert main(["reproduce", "pointer", "--out", str(out), "--report"]) == 0
+    report = capsys.readouterr().out
+    masked, growth = report.split("More hops:")
+    assert "N=2" not in masked
+    assert "| D=1 BPTT |" in masked
+    assert "| D=1 BPTT      |" in growth
+    assert "| D=1 BPTT, H=8 |" in growth
+    assert (out / "wave-growth.png").exists()
+
+
+def test_a_run_that_has_only_begun_stops_nothing(made, tmp_path):
+    """Its metrics are there, and empty, until its first validation ends."""
+    out = tmp_path / "runs"
+    shutil.copytree(made[0], out)
+    (out / "masked-d1-seed0" / "metrics.jsonl").write_text("")
+    rows = rows_of("cpu", ["headline"])
+    jobs = jobs_of(rows, [0], out, [*TINY, "steps=4"])
+    assert [job.out.name for job in jobs] == ["masked-d1-seed0"]
+    assert [result.row.key for result in results_of(rows, out)] == ["masked-n2"]
+    screen = io.StringIO()
+    with Overview(Console(file=screen, force_terminal=True, color_system=None, width=100), total=2) as overview:
+        running = [*jobs, jobs[0]._replace(name="the other", out=out / "masked-n2-seed0")]
+        overview.show(running, done=0)
+    shown = screen.getvalue()
+    assert "0 of 2 runs done" in shown
+    assert re.search(r"the other .*0\.\d\d.* step \d of 4", shown)
+    assert "masked D=1" not in shown
 
 
 def test_stopping_saves_and_the_same_command_goes_on(tmp_path):
     out = tmp_path / "runs"
     words = [sys.executable, "-m", "contextready", "reproduce", "pointer", "--part", "headline", "--out", str(out)]
     words += [*TINY, "steps=100000", "save_every=100000"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    logs = [out / f"masked-{kind}-seed0" / "metrics.jsonl" for kind in ("d1", "n2")]
-    limit = time.monotonic() + 200
-    while not all(log.exists() and len(log.read_text().splitlines()) > 3 for log in logs):
-        assert time.monotonic() < limit
-        assert process.poll() is None, process.stdout.read()
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=100)
-    assert process.returncode == 128 + signal.SIGINT, said
-    assert "the same command goes on from here" in said
-    for log in logs:
-        assert list((log.parent / "checkpoints").glob("step-*"))
-        assert "SIGTERM at step" in (log.parent / LOG).read_text()
+    folders = [out / f"masked-{kind}-seed0" for kind in ("d1", "n2")]
+    reached = [0, 0]
+    for times in (1, 2):
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        limit = time.monotonic() + 200
+        while not all((found := outcome(f)) and found.step >= r + 4 for f, r in zip(folders, reached, strict=True)):
+            assert time.monotonic() < limit
+            assert process.poll() is None, process.stdout.read()
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=100)
+        assert process.returncode == 128 + signal.SIGINT, said
+        assert "the same command goes on from here" in said
+        assert re.search(r"N=2 +\| \d\* of 5", said)
+        for i, folder in enumerate(folders):
+            newest = open_checkpoint(folder).progress.step
+            assert newest >= reached[i] + 4
+            log = (folder / LOG).read_text()
+            assert log.count("SIGTERM at step") == times
+            assert ("going on from step" in log) == (times == 2)
+            reached[i] = newest
 
 
-def test_a_run_that_fails_is_told_of_in_one_sentence(made, capsys):
-    out, _ = made
-    before = outcome(out / "masked-n2-seed0")
-    words = ["reproduce", "pointer", "--part", "headline", "--out", str(out), *TINY, "steps=100", "lr=0.5"]
-    assert main(words) == 2
+def test_a_run_that_fails_is_told_of_in_one_sentence(made, tmp_path, capsys):
+    out = tmp_path / "runs"
+    shutil.copytree(made[0], out)
+    for folder in ("masked-d1-seed0", "masked-n2-seed0"):
+        weights = newest_checkpoint(out / folder) / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
+    assert main(["reproduce", "pointer", "--part", "headline", "--out", str(out), *TINY, "steps=100"]) == 2
     said = capsys.readouterr().err
-    assert re.match(r"crt reproduce: masked \S+.* failed: crt pointer: .* was trained with lr=0.001, and lr=0.5", said)
+    assert re.match(r"crt reproduce: masked \S+.* failed: crt pointer: .*model.safetensors.* damaged", said)
     assert LOG in said
-    assert outcome(out / "masked-n2-seed0") == before
 
 
 def test_a_command_that_cannot_run_is_told_of_too(tmp_path):
@@ -163,6 +230,10 @@ def test_a_command_that_cannot_run_is_told_of_too(tmp_path):
         (["--jobs", "0"], "--jobs 0 is too few"),
         (["out=here"], "out is what the rows differ in"),
         (["layers=3"], "layers is what the rows differ in"),
+        (["--part", "growth", "hops=6"], "hops is what the rows differ in"),
+        (["--part", "parallel", "k_min=2"], "k_min is what the rows differ in"),
+        (["--report", "steps=3"], "leave steps=3 out"),
+        (["--report", "--part", "growth"], "leave --part out"),
         (["hopps=3"], "did you mean 'hops'?"),
         (["--report"], "There is no run of these"),
     ],
@@ -184,12 +255,11 @@ def test_parallel_rows_are_also_scored_in_their_own_passes(tmp_path):
     rows = [row for row in rows_of("cpu", ["parallel"]) if row.key == "parallel-k2"]
     # Two steps this large make a model that says something else in every number of passes.
     changes = [*TINY, "steps=2", "lr=0.1", "warmup=1"]
-    results = results_of(rows, [0], tmp_path, changes)
-    assert as_markdown(results, [0], tmp_path).startswith("Levels solved")  # nothing has run: only what the words mean
+    assert results_of(rows, tmp_path) == []
     (job,) = jobs_of(rows, [0], tmp_path, changes)
     assert main(list(job.words)) == 0
-    results = results_of(rows, [0], tmp_path, changes)
-    lines = re.findall(r"^\| D=1, K=2 passes .*$", as_markdown(results, [0], tmp_path), flags=re.MULTILINE)
+    results = results_of(rows, tmp_path)
+    lines = re.findall(r"^\| D=1, K=2 passes .*$", as_markdown(results, tmp_path), flags=re.MULTILINE)
     first, second = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     streamed, in_passes, allowed = (cell.split() for cell in first[4:])
     assert streamed == [f"{part:.2f}" for part in outcome(job.out).accuracy]
@@ -204,4 +274,4 @@ def test_parallel_rows_are_also_scored_in_their_own_passes(tmp_path):
     assert len(set(means)) > 3
     assert second[1:] == means
     shutil.rmtree(job.out / "checkpoints")
-    assert "| 1.00 1.00 0.78 0.33 0.33 |" in as_markdown(results, [0], tmp_path)
+    assert "| 1.00 1.00 0.78 0.33 0.33 |" in as_markdown(results, tmp_path)

@@ -12,7 +12,7 @@ from contextready.cli import main
 from contextready.data.pointer import PointerTask
 from contextready.errors import ContextReadyError
 from contextready.model.build import build_model
-from contextready.train.checkpoint import open_checkpoint
+from contextready.train.checkpoint import newest_checkpoint, open_checkpoint
 from contextready.train.config import build_run
 from contextready.train.metrics import read_metrics
 from contextready.train.pointer import describe_outcome, outcome, resolve_pointer
@@ -219,7 +219,8 @@ def test_the_command_train_knows_the_task_too(tmp_path, capsys):
         (["hops=1", "keys=1", "values=2", "out=runs/none"], "has too few sequences to keep some apart for the test"),
         (["hopps=3"], "Unknown setting 'hopps'; did you mean 'hops'?"),
         (["task=language"], "task=language is unknown"),
-        (["mini-d1", "vocab_size=300"], "mini-d1 learns text, not pointer chasing; train it with crt train mini-d1"),
+        (["mini-d1"], "mini-d1 learns text, not pointer chasing; train it with crt train mini-d1"),
+        (["task=text"], "task=text is not pointer chasing; leave task out"),
         (["correction=none", "gradient=bptt"], "gradient=bptt needs a correction"),
     ],
 )
@@ -243,12 +244,18 @@ def test_a_transformers_weights_can_be_the_start(tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_a_run_of_another_task_is_not_gone_on_with(tmp_path, capsys):
+def test_a_run_of_another_task_is_not_gone_on_with(tmp_path):
     train(small(tmp_path / "run", "steps=2"))
     with pytest.raises(ContextReadyError, match="was trained with answers=masked, and answers=visible is asked for"):
         train(small(tmp_path / "run", "answers=visible"))
-    assert main(["eval", str(tmp_path / "run")]) == 2
-    assert "learned pointer chasing, not text" in capsys.readouterr().err
+
+
+def test_where_text_is_wanted_a_run_says_what_it_learned(tmp_path, capsys):
+    train(small(tmp_path / "run", "steps=2"))
+    run, out = str(tmp_path / "run"), str(tmp_path / "out")
+    for words in (["eval", run], ["generate", run, "text"], ["convert", run, out], ["export", run, f"{out}.gguf"]):
+        assert main(words) == 2
+        assert "learned pointer chasing, not text" in capsys.readouterr().err
 
 
 def test_the_example_is_shown_and_nothing_is_trained(tmp_path, monkeypatch, capsys):
@@ -257,6 +264,9 @@ def test_the_example_is_shown_and_nothing_is_trained(tmp_path, monkeypatch, caps
     said = capsys.readouterr().out
     assert said.startswith("52 tokens, 23 kinds of them, answers visible, window 26:\nLevel 0 (base table and queries)")
     assert list(tmp_path.iterdir()) == []
+    for words, window in ((["window=9"], "9"), (["window=none"], "none"), (["pointer-d1-c256", "keys=3"], "26")):
+        assert main(["pointer", "--show", *words]) == 0
+        assert f"window {window}:" in capsys.readouterr().out
 
 
 def test_in_a_terminal_the_table_is_live(tmp_path):
@@ -283,3 +293,22 @@ def test_outcomes_are_told_in_a_sentence(tmp_path):
     assert describe_outcome(found, 2).startswith("0 of 2 levels solved after all 2 steps (")
     done = found._replace(solved=True, levels_solved=2, step=1234)
     assert describe_outcome(done, 2).startswith("All 2 levels solved at step 1,234, after ")
+
+
+def test_damaged_folders_are_told_of_in_a_sentence(tmp_path, capsys):
+    run = tmp_path / "run"
+    words = ["pointer", *SMALL, "steps=2", f"out={run}"]
+    assert main(words) == 0
+    capsys.readouterr()
+    metrics = run / "metrics.jsonl"
+    for content, message in (
+        ("", "has made all its steps, but metrics.jsonl"),
+        ('{"loss": 1}\n', "metrics.jsonl, line 1 is no record of a run"),
+        ("5\n", "metrics.jsonl, line 1 is no record of a run"),
+    ):
+        metrics.write_text(content)
+        assert main(words) == 2
+        assert message in capsys.readouterr().err
+    (newest_checkpoint(run) / "config.json").write_text("{}")
+    assert main(words) == 2
+    assert "config.json" in capsys.readouterr().err

@@ -72,11 +72,8 @@ def parse_passes(text: str) -> list[int]:
 
 def data_of(checkpoint: Checkpoint, folder: Path | None) -> Data:
     """Data to evaluate on: what the model was trained on, or other data made with the same tokenizer."""
+    checkpoint.must_have_learned_text()
     trained_on = checkpoint.config["train"]["data"]
-    if "task" in checkpoint.config:
-        raise ContextReadyError(
-            f"{checkpoint.folder} learned pointer chasing, not text; crt pointer scores such models as they learn."
-        )
     if folder is None and not trained_on:
         raise ContextReadyError(f"{checkpoint.folder} does not say what it was trained on; name data with --data.")
     data = Data(folder or Path(trained_on), verify=["val"])

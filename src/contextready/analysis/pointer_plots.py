@@ -8,9 +8,11 @@ import numpy as np
 
 from contextready.errors import ContextReadyError
 from contextready.extras import require
-from contextready.train.metrics import Record, read_metrics
+from contextready.train.metrics import FILE, Record, read_metrics
 
 FORMATS = (".png", ".svg")
+OF_LEVELS = ("seconds", "accuracy", "levels_solved", "solved")
+"""What a validation on pointer chasing says, besides its step."""
 
 
 class Wave(NamedTuple):
@@ -32,16 +34,22 @@ class Staircase(NamedTuple):
 
 
 def level_records(run: Path) -> list[Record]:
-    """The validations of a run on pointer chasing."""
+    """The validations of a run on pointer chasing; none if it has none yet, or learned text."""
     records = [record for record in read_metrics(run) if "accuracy" in record]
-    if not records:
-        raise ContextReadyError(f"The run {run} has no accuracy of levels: it did not learn pointer chasing.")
+    for record in records:
+        for key in OF_LEVELS:
+            if key not in record:
+                raise ContextReadyError(
+                    f"{run / FILE}: the validation at step {record['step']} lacks {key}; the file is damaged."
+                )
     return records
 
 
 def read_wave(run: Path, name: str | None = None) -> Wave:
     """What a run's metrics say of its levels."""
     records = level_records(run)
+    if not records:
+        raise ContextReadyError(f"The run {run} has no accuracy of levels: it has learned no pointer chasing yet.")
     steps_S = np.array([record["step"] for record in records])
     return Wave(name or run.name, steps_S, np.array([record["accuracy"] for record in records]))
 

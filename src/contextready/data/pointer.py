@@ -26,6 +26,8 @@ IGNORED = -100
 """The target where nothing is asked."""
 HELD_OUT = 8
 """One sequence in so many belongs to the test split."""
+LETTERS = "ABCDEFGHIJKLMNOPRSTUVWXYZ"
+"""Names of keys, where there are enough: Q is the query."""
 MOST_ROUNDS = 32
 """Rounds of draws after which a split that has had none is empty; with many sequences that never happens by chance."""
 
@@ -178,17 +180,19 @@ class PointerTask:
             return f"v{token}"
         if token >= self.equals:
             return "=|Q_"[token - self.equals]
-        level, number = divmod(token - self.values, self.keys)
-        name = level * self.keys + number
-        return chr(ord("A") + name) if (self.hops + 1) * self.keys <= 26 else f"k{level}.{number}"
+        name = token - self.values
+        if self.levels * self.keys <= len(LETTERS):
+            return LETTERS[name]
+        return f"k{name // self.keys}.{name % self.keys}"
 
     def shown(self, batch: PointerBatch, row: int = 0) -> str:
         """A sequence as the paper prints it: a line of inputs and one of targets for every table and query section."""
-        inputs = [self.spelled(int(token)) for token in batch.inputs_BT[row]]
+        tokens = batch.inputs_BT[row].tolist()
+        inputs = [self.spelled(token) for token in tokens]
         targets = ["_" if target == IGNORED else self.spelled(int(target)) for target in batch.targets_BT[row]]
         lines, first, level = [], 0, -1
-        for end in [*(i + 1 for i, name in enumerate(inputs) if name == "|"), len(inputs)]:
-            if inputs[first] != "Q":
+        for end in [*(i + 1 for i, token in enumerate(tokens) if token == self.bar), len(tokens)]:
+            if tokens[first] != self.query:
                 level += 1
                 lines.append(f"Level {level} ({'index table' if level else 'base table'} and queries)")
             for name, words in (("Input: ", inputs), ("Target:", targets)):

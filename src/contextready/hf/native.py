@@ -29,6 +29,7 @@ from contextready.train.config import PAPER_PASSES, TrainConfig
 def from_native(path: Path, best: bool = False) -> tuple[Any, Any]:
     """The model of a run or checkpoint as Hugging Face has it, and its tokenizer."""
     checkpoint = open_checkpoint(path, best)
+    checkpoint.must_have_learned_text()
     model = checkpoint.model()
     if not isinstance(checkpoint.model_config, ModelConfig):
         assert isinstance(model, ContextReady)

@@ -70,6 +70,7 @@ def _open_checkpoint(path: Path, kind: str, threads: int | None, device: str, se
     from contextready.train.checkpoint import open_trained
 
     checkpoint = open_trained(path)
+    checkpoint.must_have_learned_text()
     model, tokenizer = checkpoint.model().to(find_device(device)), Tokenizer.load(checkpoint.folder)
     if threads is not None:
         torch.set_num_threads(threads)

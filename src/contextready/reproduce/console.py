@@ -13,7 +13,7 @@ from contextready.files import locked
 from contextready.reproduce.jobs import Job, run_jobs
 from contextready.reproduce.pointer import jobs_of, results_of
 from contextready.reproduce.pointer_report import as_markdown, draw_report, write_report
-from contextready.reproduce.pointer_rows import rows_of
+from contextready.reproduce.pointer_rows import PARTS, rows_of
 from contextready.train.pointer import describe_outcome, outcome
 from contextready.train.pointer_display import level_table
 
@@ -28,35 +28,44 @@ def run_reproduce(
     out: Path,
     changes: Sequence[str],
     at_once: int | None,
-    only_report: bool = False,
 ) -> int:
-    """Make the runs of these parts that are not finished, then write tables and pictures of all there is."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    """Make the runs of these parts that are not finished, then report all that the folder holds."""
+    console = _console()
     rows = rows_of(scale, parts)
-    stopped = None
-    if not only_report:
-        at_once = at_once or (1 if torch.accelerator.is_available() else os.cpu_count() or 1)
-        with locked(out / ".lock", f"making the runs in {out}"):
-            jobs = jobs_of(rows, seeds, out, changes)
-            console.print(f"{out}: {len(jobs)} of {len(rows) * len(seeds)} runs to make, {at_once} at a time.")
-            with Overview(console, len(jobs)) as overview:
-                stopped = run_jobs(jobs, at_once, overview.show, overview.ended)
-    results = results_of(rows, seeds, out, changes)
-    if not any(result.outcomes for result in results):
+    at_once = at_once or (1 if torch.accelerator.is_available() else os.cpu_count() or 1)
+    with locked(out / ".lock", f"making the runs in {out}"):
+        jobs = jobs_of(rows, seeds, out, changes)
+        console.print(f"{out}: {len(jobs)} of {len(rows) * len(seeds)} runs to make, {at_once} at a time.")
+        with Overview(console, len(jobs)) as overview:
+            stopped = run_jobs(jobs, at_once, overview.show, overview.ended)
+    if stopped is None:
+        return report(scale, out)
+    if results_of(rows_of(scale, PARTS), out):
+        report(scale, out)
+    console.print("Stopped; the same command goes on from here.")
+    return 128 + stopped
+
+
+def report(scale: str, out: Path) -> int:
+    """Print and write tables and pictures of all runs in a folder, whichever parts and seeds they are of."""
+    console, results = _console(), results_of(rows_of(scale, PARTS), out)
+    if not results:
         raise ContextReadyError(f"There is no run of these in {out} yet.")
-    markdown = as_markdown(results, seeds, out)
+    markdown = as_markdown(results, out)
     console.print(f"\n{markdown}\n")
     write_report(markdown, results, out)
     try:
-        pictures = draw_report(results, seeds[0], out)
+        pictures = draw_report(results, out)
         console.print(f"The report: {out / 'report.md'}. Pictures: {', '.join(path.name for path in pictures)}")
     except ContextReadyError as error:
         console.print(f"The report: {out / 'report.md'}. No pictures: {error}")
-    if stopped is not None:
-        console.print("Stopped; the same command goes on from here.")
-    return 0 if stopped is None else 128 + stopped
+    return 0
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, soft_wrap=True)
 
 
 class Overview:

@@ -5,30 +5,54 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from contextready.errors import ContextReadyError
+from contextready.files import read_json
 from contextready.reproduce.jobs import Job
 from contextready.reproduce.pointer_rows import Row
 from contextready.settings import parse_assignments
-from contextready.train.config import RunConfig
+from contextready.train.config import RunConfig, check_same_run
 from contextready.train.pointer import Outcome, outcome, resolve_pointer
+
+OF_ROWS = {"out", "seed", "answers", "task", "layers", "correction", "gradient", "passes", "k_min"}
+"""What rows differ in by their names."""
+MAY_CHANGE = {"steps", "batch_size", "eval_every"}
+"""What some rows set and others do not, and no name tells."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A row with what each seed came to; a seed that has not run is absent."""
+    """A row with what each seed came to."""
 
     row: Row
     config: RunConfig
+    """Of the first seed, as its run says itself."""
     outcomes: dict[int, Outcome]
+    unfinished: frozenset[int]
+    """Seeds that have neither solved everything nor used their steps."""
 
 
 def jobs_of(rows: Sequence[Row], seeds: Sequence[int], out: Path, changes: Sequence[str]) -> list[Job]:
-    """The runs that are not finished yet: the first seed of every row, then the next."""
+    """The runs that are not finished yet: the first seed of every row, then the next.
+
+    Runs that are there must have been made with the same settings, also those of other seeds: they share a table.
+    """
+    changed = set(parse_assignments(changes))
+    own = {word.partition("=")[0] for row in rows for word in row.settings}
+    if any(row.part == "growth" for row in rows):
+        own |= {"hops", "values", "width"}
+    for key in sorted(changed & (OF_ROWS | own - MAY_CHANGE)):
+        raise ContextReadyError(f"{key} is what the rows differ in; leave {key} out (or run one row with crt pointer).")
+    for row in rows:
+        for seed in row.seeds(out):
+            folder = row.folder(seed, out)
+            if outcome(folder) is not None:
+                asked = resolve_pointer(with_changes(row.words(seed, out), changes))
+                check_same_run(settings_of(folder).as_dict(), asked, str(folder))
     jobs = []
     for seed in seeds:
         for row in rows:
             words = with_changes(row.words(seed, out), changes)
             folder, steps = row.folder(seed, out), resolve_pointer(words).train.steps
-            if not is_finished(folder, steps):
+            if not is_finished(outcome(folder), steps):
                 jobs.append(Job(f"{row.answers} {row.name}, seed {seed}", folder, ("pointer", *words), steps))
     return jobs
 
@@ -36,22 +60,31 @@ def jobs_of(rows: Sequence[Row], seeds: Sequence[int], out: Path, changes: Seque
 def with_changes(words: Sequence[str], changes: Sequence[str]) -> tuple[str, ...]:
     """Words with the user's settings in the place of a row's own of the same key."""
     changed = set(parse_assignments(changes))
-    for key in sorted(changed & {"out", "seed", "answers", "task", "layers", "correction", "gradient", "passes"}):
-        raise ContextReadyError(f"{key} is what the rows differ in; leave {key} out (or run one row with crt pointer).")
     return (*(word for word in words if word.partition("=")[0] not in changed), *changes)
 
 
-def is_finished(run: Path, steps: int) -> bool:
+def is_finished(found: Outcome | None, steps: int) -> bool:
     """Whether a run has solved everything or used its steps."""
-    found = outcome(run)
     return found is not None and (found.solved or found.step >= steps)
 
 
-def results_of(rows: Sequence[Row], seeds: Sequence[int], out: Path, changes: Sequence[str]) -> list[Result]:
-    """What the runs came to, as far as they have."""
+def settings_of(run: Path) -> RunConfig:
+    """The settings that a run was made with, as its folder says."""
+    saved = read_json(run / "config.json")
+    try:
+        return RunConfig.from_dict(saved)
+    except (KeyError, TypeError, AttributeError):
+        raise ContextReadyError(f"{run / 'config.json'} does not hold the settings of a run: it is damaged.") from None
+
+
+def results_of(rows: Sequence[Row], out: Path) -> list[Result]:
+    """What the runs in a folder came to, as far as they have; rows without any are left out."""
     results = []
     for row in rows:
-        config = resolve_pointer(with_changes(row.words(seeds[0], out), changes))
-        found = {seed: done for seed in seeds if (done := outcome(row.folder(seed, out))) is not None}
-        results.append(Result(row, config, found))
+        folders = {seed: row.folder(seed, out) for seed in row.seeds(out)}
+        found = {seed: done for seed, folder in folders.items() if (done := outcome(folder)) is not None}
+        if found:
+            made = {seed: settings_of(folders[seed]) for seed in found}
+            unfinished = {seed for seed in found if not is_finished(found[seed], made[seed].train.steps)}
+            results.append(Result(row, made[min(found)], found, frozenset(unfinished)))
     return results

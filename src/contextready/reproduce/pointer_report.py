@@ -12,7 +12,7 @@ from contextready.data.pointer import PointerTask
 from contextready.files import write_json
 from contextready.model.build import ModelConfig
 from contextready.model.context_ready import ContextReady
-from contextready.reproduce.pointer import Result, is_finished
+from contextready.reproduce.pointer import Result
 from contextready.reproduce.pointer_rows import PASSES, READINGS
 from contextready.train.checkpoint import newest_checkpoint, open_checkpoint
 from contextready.train.pointer import Outcome
@@ -23,42 +23,35 @@ Accuracies = dict[int | None, list[float]]
 """By level, for numbers of passes; None is streamed."""
 
 
-def as_markdown(results: Sequence[Result], seeds: Sequence[int], out: Path) -> str:
+def as_markdown(results: Sequence[Result], out: Path) -> str:
     """Every table for which there are runs."""
-    tables = [(f"Answers {answers}", "table", answers) for answers in READINGS]
-    tables += [("More hops", "growth", "masked")]
     parts = []
-    for title, part, answers in tables:
-        mine = [r for r in results if r.row.part == part and r.row.answers == answers and r.outcomes]
-        compared = [r for r in results if r.row.key == "masked-d1" and r.outcomes]
-        if part == "table" and mine == compared and len(results) > 1:
-            # Only there for those with more hops to be compared with.
-            continue
-        if mine and part == "growth":
-            mine += compared
+    for answers in READINGS:
+        mine = [r for r in results if r.row.belongs_to("table") and r.row.answers == answers]
         if mine:
-            allowed = [window_allows(result) for result in mine]
-            parts.append(f"{title}:\n\n{_table(mine, {'the window allows': allowed}, out)}")
-    parts += _parallel([r for r in results if r.row.part == "parallel" and r.outcomes], out)
-    several = f"Of seeds {', '.join(map(str, seeds))} in this order. " if len(seeds) > 1 else ""
+            allowed = {"the window allows": [window_allows(result) for result in mine]}
+            parts.append(f"Answers {answers}:\n\n{_table(mine, allowed)}")
+    if any(r.row.part == "growth" for r in results):
+        parts.append(f"More hops:\n\n{_table([r for r in results if r.row.belongs_to('growth')])}")
+    if any(r.row.part == "parallel" for r in results):
+        parts += _parallel([r for r in results if r.row.belongs_to("parallel")], out)
     words = (
-        f"{several}Levels solved: at least 0.99 right on 2,000 fresh sequences. Steps: at which all were solved, or "
-        "all that were made; seconds are those of the updates. Accuracy: the median seed's, by level. The window "
-        "allows: the best that a transformer of this depth can do by its receptive field. In K passes: the accuracy of "
-        f"the first seed not streamed, but in the largest K it was trained with, on {COMPARED_ON} fresh sequences, and "
-        "the best that so many passes can see. An asterisk marks runs that are not finished."
+        "Where there are several seeds, they are in rising order. Levels solved: at least 0.99 right on 2,000 fresh "
+        "sequences. Steps: at which all were solved, or all that were made; seconds are those of the updates. "
+        "Accuracy: the median seed's, by level. The window allows: the best that a transformer of this depth can do by "
+        "its receptive field. In K passes: the accuracy of the first seed not streamed, but in the largest K it was "
+        f"trained with, on {COMPARED_ON} fresh sequences, and the best that so many passes can see. An asterisk marks "
+        "runs that are not finished."
     )
     return "\n\n".join([*parts, words])
 
 
 def _parallel(results: Sequence[Result], out: Path) -> list[str]:
     """What parallel training comes to, and how its models fare in other numbers of passes than their own."""
-    if not results:
-        return []
     found = [_accuracies(result, out) for result in results]
     own = [None if f is None or (k := _passes(r)) is None else f[k] for r, f in zip(results, found, strict=True)]
     columns = {"in K passes": own, "K passes allow": [passes_allow(result) for result in results]}
-    tables = [f"Parallel training:\n\n{_table(results, columns, out)}"]
+    tables = [f"Parallel training:\n\n{_table(results, columns)}"]
     scored = [(r.row.name, f) for r, f in zip(results, found, strict=True) if f is not None]
     if scored:
         title = "The same models, read in so many passes; answers right, mean of all levels"
@@ -66,14 +59,14 @@ def _parallel(results: Sequence[Result], out: Path) -> list[str]:
     return tables
 
 
-def _table(results: Sequence[Result], columns: Mapping[str, Sequence[list[float] | None]], out: Path) -> str:
+def _table(results: Sequence[Result], columns: Mapping[str, Sequence[list[float] | None]] | None = None) -> str:
     """A line for each row; `columns` are further accuracies by level, left out where there are none at all."""
     head = ["model", "levels solved", "steps", "seconds", "accuracy by level"]
-    shown = {title: found for title, found in columns.items() if any(found)}
+    shown = {title: found for title, found in (columns or {}).items() if any(found)}
     lines = []
     for i in sorted(range(len(results)), key=lambda i: _place(results[i])):
         further = ["" if (accuracy := found[i]) is None else _written(accuracy) for found in shown.values()]
-        lines.append([*_line(results[i], out), *further])
+        lines.append([*_line(results[i]), *further])
     return aligned([[*head, *shown], *lines])
 
 
@@ -109,13 +102,12 @@ def _accuracies(result: Result, out: Path) -> Accuracies | None:
     return found
 
 
-def _line(result: Result, out: Path) -> list[str]:
+def _line(result: Result) -> list[str]:
     found, levels = result.outcomes, task_of(result).levels
-    unfinished = {s for s in found if not is_finished(result.row.folder(s, out), result.config.train.steps)}
     middle = sorted(found.values(), key=lambda o: (o.levels_solved, sum(o.accuracy)))[(len(found) - 1) // 2]
     return [
         result.row.name,
-        ", ".join(f"{o.levels_solved}{'*' * (s in unfinished)}" for s, o in found.items()) + f" of {levels}",
+        ", ".join(f"{o.levels_solved}{'*' * (s in result.unfinished)}" for s, o in found.items()) + f" of {levels}",
         ", ".join(f"{o.step:,}" for o in found.values()),
         ", ".join(f"{o.seconds:,.0f}" for o in found.values()),
         _written(middle.accuracy),
@@ -181,11 +173,11 @@ def write_report(markdown: str, results: Sequence[Result], out: Path) -> None:
     write_json(out / "report.json", as_record(results))
 
 
-def draw_report(results: Sequence[Result], seed: int, out: Path) -> list[Path]:
-    """The staircases of the tables, of finished runs, and the waves of one seed: PNG and SVG each."""
+def draw_report(results: Sequence[Result], out: Path) -> list[Path]:
+    """The staircases of the tables, of finished runs, and the waves of each row's first seed: PNG and SVG each."""
     written: list[Path] = []
-    table = [r for r in results if r.row.part == "table" and r.outcomes]
-    stairs = [stair for answers in READINGS if (stair := _staircase(table, answers, out)) is not None]
+    table = [r for r in results if r.row.part == "table"]
+    stairs = [stair for answers in READINGS if (stair := _staircase(table, answers)) is not None]
     if stairs:
         written += draw_staircases(stairs, max(task_of(r).levels for r in table), out / "staircase")
     for name, those in (
@@ -193,13 +185,14 @@ def draw_report(results: Sequence[Result], seed: int, out: Path) -> list[Path]:
         ("wave-growth", [r for r in results if r.row.part == "growth"]),
         ("wave-parallel", [r for r in results if r.row.part == "parallel"]),
     ):
-        shown = [r for r in those if seed in r.outcomes and r.outcomes[seed].step > 0]
+        shown = [(r, min(r.outcomes)) for r in sorted(those, key=lambda r: (not r.row.ready, r.row.layers))]
         waves = [
-            read_wave(r.row.folder(seed, out), f"{r.row.name}: {_told(r.outcomes[seed])}")
-            for r in sorted(shown, key=lambda r: (not r.row.ready, r.row.layers))
+            read_wave(r.row.folder(seed, out), f"{r.row.name}, seed {seed}: {_told(r.outcomes[seed])}")
+            for r, seed in shown
+            if r.outcomes[seed].step > 0
         ]
         if waves:
-            written += draw_waves(waves, out / name, 1 / task_of(shown[0]).values)
+            written += draw_waves(waves, out / name, 1 / task_of(those[0]).values)
     return written
 
 
@@ -209,12 +202,11 @@ def _told(found: Outcome) -> str:
     return f"{found.levels_solved} of {len(found.accuracy)} levels solved after {found.step:,} steps"
 
 
-def _staircase(table: Sequence[Result], answers: str, out: Path) -> Staircase | None:
+def _staircase(table: Sequence[Result], answers: str) -> Staircase | None:
     solved: dict[bool, dict[int, list[int]]] = {False: {}, True: {}}
     allowed = {}
     for r in sorted(table, key=lambda r: r.row.layers):
-        steps = r.config.train.steps
-        done = [o.levels_solved for s, o in r.outcomes.items() if is_finished(r.row.folder(s, out), steps)]
+        done = [o.levels_solved for s, o in r.outcomes.items() if s not in r.unfinished]
         if r.row.answers == answers and done:
             solved[r.row.ready][r.row.layers] = done
             if (best := window_allows(r)) is not None:

@@ -1,6 +1,6 @@
 """The rows of the pointer-chasing tables, at paper scale and in miniature: what each one says to `crt pointer`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,12 @@ class Row:
     layers: int = 1
     ready: bool = True
     """Whether it is context-ready."""
+    compared_in: tuple[str, ...] = ()
+    """Other parts whose rows are compared with it."""
+
+    def belongs_to(self, part: str) -> bool:
+        """Whether it stands in the table of a part."""
+        return part == self.part or part in self.compared_in
 
     def words(self, seed: int, out: Path) -> tuple[str, ...]:
         """What to say to `crt pointer`."""
@@ -34,6 +40,11 @@ class Row:
     def folder(self, seed: int, out: Path) -> Path:
         """Where this row's run with a seed lies."""
         return out / f"{self.key}-seed{seed}"
+
+    def seeds(self, out: Path) -> list[int]:
+        """The seeds for which there is such a folder."""
+        ends = (path.name.removeprefix(f"{self.key}-seed") for path in out.glob(f"{self.key}-seed*"))
+        return sorted(int(end) for end in ends if end.isdecimal())
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,10 @@ def rows_of(scale: str, parts: Sequence[str]) -> list[Row]:
     rows: list[Row] = []
     few = {min(n for n in s.transformers if n > 1)}
     for answers in READINGS:
-        rows.append(Row(f"{answers}-d1", "D=1 BPTT", "table", s.ready, (), answers))
+        # Parallel rows with settings of their own have a row through the stream of their own as well.
+        others = ("growth",) if s.parallel else ("growth", "parallel")
+        compared_in = others if answers == "masked" else ()
+        rows.append(Row(f"{answers}-d1", "D=1 BPTT", "table", s.ready, (), answers, compared_in=compared_in))
         # The deepest take longest: beginning with them leaves no core idle at the end.
         for n in sorted(s.transformers, key=lambda n: (n not in few, -n)):
             recipe, settings = s.transformers[n]
@@ -81,7 +95,7 @@ def rows_of(scale: str, parts: Sequence[str]) -> list[Row]:
     for name, (recipe, settings) in s.growth.items():
         rows.append(Row(f"growth-{_plain(name)}", f"D=1 BPTT, {name}", "growth", recipe, settings))
     first, last = PASSES[0], PASSES[-1]
-    ways: list[tuple[str, str, tuple[str, ...]]] = [("bptt", "D=1 BPTT", ())]
+    ways: list[tuple[str, str, tuple[str, ...]]] = [("bptt", "D=1 BPTT", ())] if s.parallel else []
     ways += [(f"k{k}", f"D=1, K={k} passes", ("gradient=unroll", f"passes={k}", "k_min=none")) for k in PASSES]
     ways += [
         (f"random{k}", f"D=1, K drawn from {first} to {k}", ("gradient=unroll", f"passes={k}", f"k_min={first}"))
@@ -90,14 +104,11 @@ def rows_of(scale: str, parts: Sequence[str]) -> list[Row]:
     ways.append(("implicit", f"D=1, implicit at K={last}", ("gradient=implicit", f"passes={last}", "k_min=none")))
     rows += [Row(f"parallel-{key}", name, "parallel", s.ready, (*words, *s.parallel)) for key, name, words in ways]
     headline = {f"masked-n{n}" for n in few} | {"masked-d1"}
-    wanted: dict[str, Callable[[Row], bool]] = {
-        "headline": lambda row: row.key in headline,
-        "table": lambda row: row.part == "table",
-        # More hops than the context-ready layer of the table has.
-        "growth": lambda row: row.part == "growth" or row.key == "masked-d1",
-        "parallel": lambda row: row.part == "parallel",
-    }
-    return [row for row in rows if any(wanted[part](row) for part in parts)]
+    return [
+        row
+        for row in rows
+        if any(row.key in headline if part == "headline" else row.belongs_to(part) for part in parts)
+    ]
 
 
 def _plain(name: str) -> str:

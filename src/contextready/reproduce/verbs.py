@@ -46,8 +46,8 @@ def add_reproduce(verbs: Verbs) -> None:
         "reproduce",
         "the paper's experiments, with one command each",
         "Run an experiment of the paper, all its rows and both readings of the task, several at a\n"
-        "time; the same command goes on where it stopped. Prints the tables as they stand, and writes\n"
-        "them as report.md and report.json, with pictures as PNG and SVG.\n\n"
+        "time; the same command goes on where it stopped. Prints the tables of all that the folder\n"
+        "holds, and writes them as report.md and report.json, with pictures as PNG and SVG.\n\n"
         "  headline   one context-ready layer against a transformer of two: minutes on two cores\n"
         "  table      transformers of every depth and one context-ready layer, in both readings\n"
         "  growth     one context-ready layer with more hops\n"
@@ -65,13 +65,13 @@ def add_reproduce(verbs: Verbs) -> None:
     reproduce.add_argument(
         "--scale", choices=list(SCALES), default="cpu", help="miniature or as in the paper (default: cpu)"
     )
-    reproduce.add_argument("--part", choices=[*PARTS, "all"], default="table", help="which rows (default: table)")
-    reproduce.add_argument("--seeds", default="0", help="seeds, as 0,1,2 (default: 0)")
+    reproduce.add_argument("--part", choices=[*PARTS, "all"], help="which rows to run (default: table)")
+    reproduce.add_argument("--seeds", help="with which seeds, as 0,1,2 (default: 0)")
     reproduce.add_argument("--out", type=Path, help="folder of all runs (default: runs/pointer-SCALE)")
     reproduce.add_argument(
         "--jobs", type=int, help="runs at a time (default: one for each core, or one where there is a GPU)"
     )
-    reproduce.add_argument("--report", action="store_true", help="only print what there is; train nothing")
+    reproduce.add_argument("--report", action="store_true", help="only report what the folder holds; train nothing")
     reproduce.set_defaults(run=_reproduce)
 
 
@@ -91,24 +91,29 @@ def _pointer(options: argparse.Namespace) -> int:
 
     config = resolve_pointer(options.settings)
     if options.show:
-        assert config.task is not None
-        print_example(config.task, config.train.seed)
+        print_example(config)
         return 0
     return run_pointer(config)
 
 
 def _reproduce(options: argparse.Namespace) -> int:
-    from contextready.reproduce.console import run_reproduce
+    from contextready.reproduce.console import report, run_reproduce
     from contextready.reproduce.pointer_rows import PARTS
 
+    out = options.out or Path(f"runs/pointer-{options.scale}")
+    if options.report:
+        for name in ("part", "seeds", "jobs", "settings"):
+            if getattr(options, name):
+                given = " ".join(options.settings) if name == "settings" else f"--{name}"
+                raise ContextReadyError(f"--report tells of all runs in {out} as they were made; leave {given} out.")
+        return report(options.scale, out)
     if options.jobs is not None and options.jobs < 1:
         raise ContextReadyError(f"--jobs {options.jobs} is too few; give at least 1.")
     return run_reproduce(
         options.scale,
-        PARTS if options.part == "all" else [options.part],
-        parse_seeds(options.seeds),
-        options.out or Path(f"runs/pointer-{options.scale}"),
+        PARTS if options.part == "all" else [options.part or "table"],
+        parse_seeds(options.seeds or "0"),
+        out,
         options.settings,
         options.jobs,
-        only_report=options.report,
     )

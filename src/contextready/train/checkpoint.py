@@ -122,6 +122,13 @@ class Checkpoint:
         """What a pretrained model is besides its settings and weights."""
         return read_json(self.folder / PRETRAINED_FILE) if "pretrained" in self.config["model"] else None
 
+    def must_have_learned_text(self) -> None:
+        """Refuse a model of pointer chasing, where text is to be read or written."""
+        if "task" in self.config:
+            raise ContextReadyError(
+                f"{self.folder} learned pointer chasing, not text; crt pointer scores such models as they learn."
+            )
+
     def model(self) -> Transformer | ContextReady:
         """The trained model, on the CPU and ready to evaluate."""
         model = rebuild_model(self.model_config, self.described)
@@ -162,7 +169,10 @@ def open_checkpoint(path: Path, best: bool = False, verify: bool = True) -> Chec
     manifest = read_manifest(folder, FORMAT, "a run or checkpoint")
     if verify:
         check_sums(folder, manifest)
-    return Checkpoint(folder, read_json(folder / "config.json"), _progress(folder), METADATA in manifest["files"])
+    config = read_json(folder / "config.json")
+    if not isinstance(config, dict) or not {"model", "train"} <= config.keys():
+        raise ContextReadyError(f"{folder / 'config.json'} does not hold the settings of a run: it is damaged.")
+    return Checkpoint(folder, config, _progress(folder), METADATA in manifest["files"])
 
 
 def open_trained(path: Path, best: bool = False) -> Checkpoint:

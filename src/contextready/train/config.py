@@ -193,6 +193,12 @@ class RunConfig:
         parts = {"model": self.model, "train": self.train, "task": self.task}
         return {name: dataclasses.asdict(part) for name, part in parts.items() if part is not None}
 
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> "RunConfig":
+        """From such plain values; settings that are younger than they have their defaults."""
+        task = build_settings(PointerTask, saved["task"]) if "task" in saved else None
+        return cls(build_model_settings(saved["model"]), build_settings(TrainConfig, saved["train"]), task)
+
 
 MODEL_KEYS = [field.name for field in dataclasses.fields(ModelConfig)]
 PRETRAINED_KEYS = [field.name for field in dataclasses.fields(PretrainedModelConfig)]

@@ -83,8 +83,12 @@ def read_metrics(run: Path) -> list[Record]:
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
             if number < len(lines):
                 raise ContextReadyError(f"{path}, line {number} is not JSON; the file is damaged.") from None
+            continue
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise ContextReadyError(f"{path}, line {number} is no record of a run: it does not say at which step.")
+        records.append(record)
     return records

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from contextready.analysis.pointer_plots import draw_waves, level_records, read_wave
-from contextready.data.pointer import PointerTask
 from contextready.errors import ContextReadyError
+from contextready.model.build import ModelConfig
+from contextready.settings import parse_assignments
 from contextready.train.config import RunConfig
 from contextready.train.console import ending
 from contextready.train.metrics import FILE
 from contextready.train.pointer_display import PointerDisplay
-from contextready.train.recipes import resolve
+from contextready.train.recipes import load_recipe, resolve
 from contextready.train.trainer import train
 
 RECIPE = "pointer-mini"
@@ -33,17 +34,20 @@ def outcome(run: Path) -> Outcome | None:
     """The newest validation of a run; none if it has none yet."""
     if not (run / FILE).is_file():
         return None
-    last = level_records(run)[-1]
-    return Outcome(last["step"], last["seconds"], last["accuracy"], last["levels_solved"], last["solved"])
+    records = level_records(run)
+    return Outcome(*(records[-1][key] for key in Outcome._fields)) if records else None
 
 
 def resolve_pointer(words: Sequence[str]) -> RunConfig:
     """`[RECIPE] [key=value …]` as a run on pointer chasing."""
     named = bool(words) and "=" not in words[0]
-    config = resolve(words[0] if named else RECIPE, words[1:] if named else words)
-    if config.task is None:
-        raise ContextReadyError(f"{words[0]} learns text, not pointer chasing; train it with crt train {words[0]}.")
-    return config
+    recipe, changes = (words[0], words[1:]) if named else (RECIPE, words)
+    given = parse_assignments(changes).get("task")
+    if given == "text":
+        raise ContextReadyError("task=text is not pointer chasing; leave task out, or learn text with crt train.")
+    if given is None and load_recipe(recipe).get("task") != "pointer":
+        raise ContextReadyError(f"{recipe} learns text, not pointer chasing; train it with crt train {recipe}.")
+    return resolve(recipe, changes)
 
 
 def run_pointer(config: RunConfig) -> int:
@@ -57,8 +61,12 @@ def run_pointer(config: RunConfig) -> int:
             console.print(ending(result))
         return 128 + result.stopped_by if result.stopped_by is not None else 0
     found = outcome(result.run)
-    assert found is not None
     assert config.task is not None
+    if found is None:
+        raise ContextReadyError(
+            f"{result.run} has made all its steps, but {FILE}, where its validations stood, is gone or empty; put it "
+            "back, or choose another out=."
+        )
     console.print(describe_outcome(found, config.task.levels))
     try:
         written = draw_waves([read_wave(result.run)], result.run / "wave", 1 / config.task.values)
@@ -79,7 +87,13 @@ def describe_outcome(found: Outcome, levels: int) -> str:
     )
 
 
-def print_example(task: PointerTask, seed: int) -> None:
-    """A sequence of the task, as the paper prints it."""
-    print(f"{task.length} tokens, {task.vocab_size} kinds of them, answers {task.answers}, window {task.window}:")
-    print(task.shown(task.batch("train", seed, 0, 1)))
+def print_example(config: RunConfig) -> None:
+    """The first sequence that a run learns from, as the paper prints it."""
+    task = config.task
+    assert task is not None
+    assert isinstance(config.model, ModelConfig)
+    print(
+        f"{task.length} tokens, {task.vocab_size} kinds of them, answers {task.answers}, window "
+        f"{config.model.window or 'none'}:"
+    )
+    print(task.shown(task.batch("train", config.train.seed, 0, 1)))

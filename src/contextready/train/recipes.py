@@ -13,7 +13,6 @@ from typing import Any
 
 from contextready.data.shards import Data
 from contextready.errors import ContextReadyError
-from contextready.files import read_json
 from contextready.model.correction import CORRECTIONS
 from contextready.reproduce.paper_models import PAPER_MODELS
 from contextready.settings import nearest, parse_assignments
@@ -67,8 +66,8 @@ def _paper_recipe(experiment: str, model: str, settings: Settings) -> Settings:
         # A transformer makes one pass; the experiment's K and gradient are its context-ready models'.
         rest = {key: value for key, value in rest.items() if key not in OF_CORRECTION}
     if "task" in rest:
-        # The task knows its vocabulary, also where its settings are changed.
-        del shape["vocab_size"]
+        # The task knows its vocabulary and window, also where its settings are changed.
+        del shape["vocab_size"], shape["window"]
     if "init_from" in rest:
         rest["init_from"] = rest["init_from"].format(transformer=model.replace("-d", "-n"))
     return {"out": f"runs/{experiment}/{model}"} | shape | rest
@@ -97,8 +96,7 @@ def _correction_init(settings: Settings) -> str | None:
     """How a correction begins where nothing is said: as in the run that goes on, or at zero on top of a transformer."""
     begun = newest_checkpoint(Path(settings["out"]))
     if begun is not None:
-        saved: str = read_json(begun / "config.json")["model"]["correction_init"]
-        return saved
+        return open_checkpoint(begun, verify=False).model_config.correction_init
     start, kind = settings.get("init_from"), settings.get("correction")
     if start is None or start.lower() == "none" or kind not in CORRECTIONS or not CORRECTIONS[kind].has_output_layer:
         return None
