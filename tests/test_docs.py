@@ -37,7 +37,7 @@ LESS = {
     "pointer": CHASE,
     "reproduce": CHASE,
     "eval": ["--tokens", "256"],
-    "demo": ["--steps", "20"],
+    "demo": ["--steps", "6"],
     "generate": ["--max-tokens", "8"],
     "export": ["--tokens", "32"],
     "bench": ["--rounds", "1", "--tokens", "2", "--threads", "1"],

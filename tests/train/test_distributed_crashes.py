@@ -160,13 +160,15 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 
 
 @needs_proc
-def test_killed_processes_go_on_as_if_nothing_had_happened(together, data, place, tmp_path):
-    folder = kill_and_go_on(data, tmp_path, 5)
+@pytest.mark.parametrize("kills", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_killed_processes_go_on_as_if_nothing_had_happened(together, data, place, tmp_path, kills):
+    folder = kill_and_go_on(data, tmp_path, kills)
     assert sums(newest_checkpoint(folder)) == sums(newest_checkpoint(place / "long"))
     assert metrics(folder) == metrics(place / "long")
     assert kept_steps(folder) == kept_steps(place / "long")
 
 
+@pytest.mark.slow
 @needs_proc
 def test_two_nodes_go_on_after_a_kill_on_one(together, data, place, tmp_path):
     """Two torchruns that only share an address and a disk."""

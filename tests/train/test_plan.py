@@ -1,5 +1,6 @@
 """What a run is planned to need, against what it takes."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -24,14 +25,28 @@ def plan_of(gpus=1, **settings):
     return make_plan(build_run(base | settings), gpus)
 
 
+MODES = ["unroll", "unroll, recomputed", "truncated J=2", "implicit m=2", "bptt"]
+SHAPES = {"activations": MEDIUM, "weights": HEAVY}
+"""By what takes most of the memory."""
+
+
+def some_in_the_slow_tests(pairs, fast):
+    """A shape with something else: some pairs in every run of the tests, the others in the slow one."""
+    return [pytest.param(*pair, marks=[] if pair in fast else [pytest.mark.slow]) for pair in pairs]
+
+
 @LINUX
-@pytest.mark.parametrize("mode", ["unroll", "unroll, recomputed", "truncated J=2", "implicit m=2", "bptt"])
-@pytest.mark.parametrize("shape", [MEDIUM, HEAVY], ids=["activations", "weights"])
+@pytest.mark.parametrize(
+    ("shape", "mode"),
+    some_in_the_slow_tests(
+        list(itertools.product(SHAPES, MODES)), [*itertools.product(["activations"], MODES), ("weights", "unroll")]
+    ),
+)
 def test_the_planned_memory_is_what_a_process_takes(mode, shape, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from gradients import measure_memory
 
-    measured, planned = measure_memory(mode, 4, shape)
+    measured, planned = measure_memory(mode, 4, SHAPES[shape])
     assert planned == pytest.approx(measured, rel=0.15)
 
 
@@ -65,10 +80,14 @@ with joined("cpu") as team:
 
 
 @LINUX
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-@pytest.mark.parametrize("shape", [MEDIUM, HEAVY], ids=["activations", "weights"])
+@pytest.mark.parametrize(
+    ("shape", "parallel"),
+    some_in_the_slow_tests(
+        list(itertools.product(SHAPES, ["ddp", "fsdp"])), [("activations", "ddp"), ("weights", "fsdp")]
+    ),
+)
 def test_the_planned_memory_is_what_each_of_two_processes_takes(parallel, shape, tmp_path, monkeypatch):
-    script = tmp_path / "two.py"
+    size, script = SHAPES[shape], tmp_path / "two.py"
     script.write_text(TWO_PROCESSES)
     for key, value in {
         "PYTHONPATH": str(BENCHMARKS),
@@ -78,10 +97,10 @@ def test_the_planned_memory_is_what_each_of_two_processes_takes(parallel, shape,
     }.items():
         monkeypatch.setenv(key, value)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run([*words, parallel, json.dumps(shape)], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([*words, parallel, json.dumps(size)], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     measured = int(done.stdout.split("grown")[1])
-    settings = shape | {"passes": 3, "k_min": 2, "parallel": parallel}
+    settings = size | {"passes": 3, "k_min": 2, "parallel": parallel}
     assert plan_of(gpus=2, **settings).total == pytest.approx(measured, rel=0.15)
 
 
