@@ -28,14 +28,15 @@ def ready(family):
 
 
 @lru_cache
-def rounding(family):
+def rounding(family, length=T):
     """How far the plain model's own cached and uncached logits are apart.
 
-    1e-15, except where its attention has a softmax in float32 whatever the model is in (Gemma 2, Bloom).
+    1e-15, except where its attention has a softmax in float32 whatever the model is in (Gemma 2, Bloom). With few tokens
+    it is 1e-15 there too if one vector of the processor holds a whole row, as with AVX-512.
     """
-    lm, tokens, cache, logits = base(family), random_tokens(), None, []
+    lm, tokens, cache, logits = base(family), random_tokens(length=length), None, []
     with torch.no_grad():
-        for t in range(T):
+        for t in range(length):
             out = lm(tokens[:, t : t + 1], past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             logits.append(out.logits)
@@ -48,8 +49,9 @@ def slack(family):
 
 
 def test_only_families_with_a_softmax_in_float32_round_more():
-    assert {family for family in FAMILIES if rounding(family) > 1e-12} == {"gemma2", "bloom"}
-    assert max(rounding(family) for family in FAMILIES) < 1e-5
+    of_many = {family: rounding(family, length=33) for family in FAMILIES}
+    assert {family for family in FAMILIES if of_many[family] > 1e-12} == {"gemma2", "bloom"}
+    assert max(of_many.values()) < 1e-5
 
 
 @every_family
