@@ -82,7 +82,7 @@ def no_interrupts():
 def words(data, out, **changes):
     """The same tiny run as words of the command, to follow a recipe file."""
     settings = TINY | {"data": data, "out": out} | changes
-    if settings["correction"] is None:
+    if settings["correction"] is None or settings.get("gradient") == "bptt":
         settings = {key: value for key, value in settings.items() if key not in ("passes", "k_min")}
     return [f"{key}={value}" for key, value in settings.items()]
 

@@ -139,7 +139,10 @@ def write_json(path: Path, value: Any) -> None:
 @contextmanager
 def locked(lock: Path, doing: str) -> Iterator[None]:
     """Keep a second process out; the system lets go of the lock whatever happens to this one."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ContextReadyError(f"{lock.parent} cannot be a folder, for there is a file; choose another.") from None
     with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -31,8 +31,8 @@ def ready(family):
 def rounding(family, length=T):
     """How far the plain model's own cached and uncached logits are apart.
 
-    1e-15, except where its attention has a softmax in float32 whatever the model is in (Gemma 2, Bloom). With few tokens
-    it is 1e-15 there too if one vector of the processor holds a whole row, as with AVX-512.
+    1e-15, except where its attention has a softmax in float32 whatever the model is in (Gemma 2, Bloom). With few
+    tokens it is 1e-15 there too if one vector of the processor holds a whole row, as with AVX-512.
     """
     lm, tokens, cache, logits = base(family), random_tokens(length=length), None, []
     with torch.no_grad():

@@ -227,6 +227,7 @@ def test_a_command_that_cannot_run_is_told_of_too(tmp_path):
     [
         (["--seeds", "0,x"], "--seeds 0,x is not a list of numbers"),
         (["--seeds", "1,1"], "give each seed once"),
+        (["--seeds", ""], "--seeds  is not a list of numbers"),
         (["--jobs", "0"], "--jobs 0 is too few"),
         (["out=here"], "out is what the rows differ in"),
         (["layers=3"], "layers is what the rows differ in"),

@@ -206,7 +206,7 @@ def test_multiply_accumulates_of_a_step_are_what_pytorch_counts(correction, chan
 
 
 def test_a_dry_run_prints_the_plan_and_makes_nothing(data, tmp_path, capsys):
-    told = words(data, tmp_path / "run", gradient="bptt", k_min=2)
+    told = words(data, tmp_path / "run", gradient="bptt")
     assert main(["train", recipe_file(tmp_path), *told, "--dry-run"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert not (tmp_path / "run").exists()

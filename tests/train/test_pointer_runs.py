@@ -222,10 +222,15 @@ def test_the_command_train_knows_the_task_too(tmp_path, capsys):
         (["mini-d1"], "mini-d1 learns text, not pointer chasing; train it with crt train mini-d1"),
         (["task=text"], "task=text is not pointer chasing; leave task out"),
         (["correction=none", "gradient=bptt"], "gradient=bptt needs a correction"),
+        (["passes=10"], "passes=10 is of parallel passes, and gradient=bptt makes none; set gradient=unroll"),
+        (["k_min=2"], "k_min=2 is of parallel passes, and gradient=bptt makes none"),
+        (["out=file"], "file cannot be a folder, for there is a file; choose another"),
+        (["out=file/below"], "file/below cannot be a folder, for there is a file"),
     ],
 )
 def test_nonsense_is_refused_in_a_sentence(words, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
     assert main(["pointer", *words]) == 2
     assert message in capsys.readouterr().err
 

@@ -103,7 +103,7 @@ def _reproduce(options: argparse.Namespace) -> int:
     out = options.out or Path(f"runs/pointer-{options.scale}")
     if options.report:
         for name in ("part", "seeds", "jobs", "settings"):
-            if getattr(options, name):
+            if getattr(options, name) not in (None, []):
                 given = " ".join(options.settings) if name == "settings" else f"--{name}"
                 raise ContextReadyError(f"--report tells of all runs in {out} as they were made; leave {given} out.")
         return report(options.scale, out)
@@ -112,7 +112,7 @@ def _reproduce(options: argparse.Namespace) -> int:
     return run_reproduce(
         options.scale,
         PARTS if options.part == "all" else [options.part or "table"],
-        parse_seeds(options.seeds or "0"),
+        parse_seeds("0" if options.seeds is None else options.seeds),
         out,
         options.settings,
         options.jobs,

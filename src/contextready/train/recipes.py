@@ -22,7 +22,9 @@ from contextready.train.config import RunConfig, build_run
 FOLDER = Path(__file__).parent.parent / "recipes"
 FIRST = ("main-85m", "main-340m", "efficiency", "k10-fixed", "k10-pretrain", "finetune", "pretrain", "token-matched")
 """The order in which experiments claim a model named alone; the others follow by name."""
-OF_CORRECTION = ("passes", "k_min", "gradient")
+OF_PASSES = ("passes", "k_min")
+"""Settings of the training that a stream has no use for."""
+OF_CORRECTION = (*OF_PASSES, "gradient")
 """Settings of the training that a transformer has no use for."""
 
 Settings = dict[str, Any]
@@ -80,6 +82,14 @@ def resolve(recipe: str, words: Sequence[str]) -> RunConfig:
     if given.get("correction", "").lower() == "none":
         # A recipe's K and gradient are its correction's; without one there is a single pass.
         settings = {key: value for key, value in settings.items() if key not in OF_CORRECTION or key in given}
+    if settings.get("gradient") == "bptt":
+        for key in OF_PASSES:
+            # A recipe's own are for its unroll; who asks for passes does not want the stream.
+            if given.get(key, "none").lower() != "none":
+                raise ContextReadyError(
+                    f"{key}={given[key]} is of parallel passes, and gradient=bptt makes none; set gradient=unroll, or "
+                    f"leave {key} out."
+                )
     for key in ("data", "out", "init_from", "pretrained"):
         # A path written as a number or a date in YAML is still a path.
         if settings.get(key) is not None:
