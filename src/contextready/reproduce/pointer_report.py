@@ -39,9 +39,9 @@ def as_markdown(results: Sequence[Result], out: Path) -> str:
         "Where there are several seeds, they are in rising order. Levels solved: at least 0.99 right on 2,000 fresh "
         "sequences. Steps: at which all were solved, or all that were made; seconds are those of the updates. "
         "Accuracy: the median seed's, by level. The window allows: the best that a transformer of this depth can do by "
-        "its receptive field. In K passes: the accuracy of the first seed not streamed, but in the largest K it was "
-        f"trained with, on {COMPARED_ON} fresh sequences, and the best that so many passes can see. An asterisk marks "
-        "runs that are not finished."
+        "its receptive field. In K passes: the same seed's accuracy not streamed, but in the largest K it was trained "
+        f"with, on {COMPARED_ON} fresh sequences, and the best that so many passes can see. An asterisk marks runs "
+        "that are not finished."
     )
     return "\n\n".join([*parts, words])
 
@@ -49,12 +49,15 @@ def as_markdown(results: Sequence[Result], out: Path) -> str:
 def _parallel(results: Sequence[Result], out: Path) -> list[str]:
     """What parallel training comes to, and how its models fare in other numbers of passes than their own."""
     found = [_accuracies(result, out) for result in results]
-    own = [None if f is None or (k := _passes(r)) is None else f[k] for r, f in zip(results, found, strict=True)]
+    own = []
+    for result, seeds in zip(results, found, strict=True):
+        passes, middle = _passes(result), seeds.get(_median_seed(result))
+        own.append(None if passes is None or middle is None else middle[passes])
     columns = {"in K passes": own, "K passes allow": [passes_allow(result) for result in results]}
     tables = [f"Parallel training:\n\n{_table(results, columns)}"]
-    scored = [(r.row.name, f) for r, f in zip(results, found, strict=True) if f is not None]
+    scored = [(result.row.name, seeds) for result, seeds in zip(results, found, strict=True) if seeds]
     if scored:
-        title = "The same models, read in so many passes; answers right, mean of all levels"
+        title = "The same models, read in so many passes; answers right, mean of all levels, for each seed"
         tables.append(f"{title}:\n\n{_by_passes(scored)}")
     return tables
 
@@ -78,39 +81,48 @@ def _written(accuracy: Sequence[float]) -> str:
     return " ".join(f"{part:.2f}" for part in accuracy)
 
 
-def _by_passes(accuracies: Sequence[tuple[str, Accuracies]]) -> str:
+def _by_passes(models: Sequence[tuple[str, dict[int, Accuracies]]]) -> str:
     """Mean accuracy in fewer and in more passes than a model was trained with, and streamed, where passes lead to."""
     head = ["model", *(f"K={k}" for k in PASSES), "streamed"]
-    return aligned(
-        [head, *([name, *(f"{fmean(found[k]):.2f}" for k in (*PASSES, None))] for name, found in accuracies)]
-    )
+    lines = []
+    for name, seeds in models:
+        cells = [", ".join(f"{fmean(found[k]):.2f}" for found in seeds.values()) for k in (*PASSES, None)]
+        lines.append([name, *cells])
+    return aligned([head, *lines])
 
 
-def _accuracies(result: Result, out: Path) -> Accuracies | None:
-    """Of the first seed's newest checkpoint; none where there is none."""
-    seed = min(result.outcomes)
-    if newest_checkpoint(result.row.folder(seed, out)) is None:
-        return None
-    checkpoint = open_checkpoint(result.row.folder(seed, out))
-    task, model = task_of(result), checkpoint.model()
-    assert isinstance(model, ContextReady)
-    # Not a batch that a validation of the run has seen: those have twice a step's number, or one more.
-    batch = task.batch("test", seed, 2 * checkpoint.progress.step + 2, COMPARED_ON)
-    found: Accuracies = {None: score_levels(model, task, batch).accuracy}
-    for k, score in score_passes(model, task, batch, [*PASSES, _passes(result) or 1]).items():
-        found[k] = score.accuracy
+def _accuracies(result: Result, out: Path) -> dict[int, Accuracies]:
+    """Of every seed's newest checkpoint, where there is one."""
+    found = {}
+    for seed in result.outcomes:
+        if newest_checkpoint(result.row.folder(seed, out)) is None:
+            continue
+        checkpoint = open_checkpoint(result.row.folder(seed, out))
+        task, model = task_of(result), checkpoint.model()
+        assert isinstance(model, ContextReady)
+        # Not a batch that a validation of the run has seen: those have twice a step's number, or one more.
+        batch = task.batch("test", seed, 2 * checkpoint.progress.step + 2, COMPARED_ON)
+        mine: Accuracies = {None: score_levels(model, task, batch).accuracy}
+        for k, score in score_passes(model, task, batch, [*PASSES, _passes(result) or 1]).items():
+            mine[k] = score.accuracy
+        found[seed] = mine
     return found
+
+
+def _median_seed(result: Result) -> int:
+    """The lower one, where their number is even."""
+    found = result.outcomes
+    return sorted(found, key=lambda s: (found[s].levels_solved, sum(found[s].accuracy)))[(len(found) - 1) // 2]
 
 
 def _line(result: Result) -> list[str]:
     found, levels = result.outcomes, task_of(result).levels
-    middle = sorted(found.values(), key=lambda o: (o.levels_solved, sum(o.accuracy)))[(len(found) - 1) // 2]
     return [
         result.row.name,
         ", ".join(f"{o.levels_solved}{'*' * (s in result.unfinished)}" for s, o in found.items()) + f" of {levels}",
         ", ".join(f"{o.step:,}" for o in found.values()),
         ", ".join(f"{o.seconds:,.0f}" for o in found.values()),
-        _written(middle.accuracy),
+        _written(found[_median_seed(result)].accuracy),
     ]
 
 
