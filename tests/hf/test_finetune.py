@@ -56,7 +56,7 @@ TUNES = {
     "block_head": {"correction": "block_head", "correction_init": "random"},
     "truncated": {"gradient": "truncated", "truncated_passes": 2},
     "implicit": {"gradient": "implicit", "adjoint_steps": 2},
-    "bptt": {"gradient": "bptt"},
+    "bptt": {"gradient": "bptt", "passes": "none"},
     "recomputed": {"checkpoint_passes": "true"},
     "tied": {"pretrained": "tied"},
     "gpt2, lora": {"pretrained": "gpt2", "tune": "lora"},

@@ -82,7 +82,7 @@ def resolve(recipe: str, words: Sequence[str]) -> RunConfig:
     if given.get("correction", "").lower() == "none":
         # A recipe's K and gradient are its correction's; without one there is a single pass.
         settings = {key: value for key, value in settings.items() if key not in OF_CORRECTION or key in given}
-    if settings.get("gradient") == "bptt":
+    elif settings.get("gradient") == "bptt":
         for key in OF_PASSES:
             # A recipe's own are for its unroll; who asks for passes does not want the stream.
             if given.get(key, "none").lower() != "none":
