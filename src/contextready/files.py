@@ -142,7 +142,7 @@ def locked(lock: Path, doing: str) -> Iterator[None]:
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise ContextReadyError(f"{lock.parent} cannot be a folder, for there is a file; choose another.") from None
+        raise ContextReadyError(f"{lock.parent} cannot be a folder: a file is in the way; choose another.") from None
     with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

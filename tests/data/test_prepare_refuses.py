@@ -98,6 +98,6 @@ def test_a_tokenizer_without_the_end_token(refused, source, tmp_path, texts, tra
 def test_a_folder_that_cannot_be_made(refused, source, tmp_path):
     (tmp_path / "file").write_text("a file, not a folder")
     message = refused("data", "prepare", tmp_path / "file" / "out", source, *TRAINED_HERE)
-    assert "file cannot be a folder, for there is a file; choose another." in message
+    assert "file cannot be a folder: a file is in the way; choose another." in message
     message = refused("data", "prepare", tmp_path / ("long" * 100), source, *TRAINED_HERE)
     assert "a file could not be read or written: " in message

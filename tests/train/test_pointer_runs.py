@@ -224,8 +224,8 @@ def test_the_command_train_knows_the_task_too(tmp_path, capsys):
         (["correction=none", "gradient=bptt"], "gradient=bptt needs a correction"),
         (["passes=10"], "passes=10 is of parallel passes, and gradient=bptt makes none; set gradient=unroll"),
         (["k_min=2"], "k_min=2 is of parallel passes, and gradient=bptt makes none"),
-        (["out=file"], "file cannot be a folder, for there is a file; choose another"),
-        (["out=file/below"], "file/below cannot be a folder, for there is a file"),
+        (["out=file"], "file cannot be a folder: a file is in the way; choose another"),
+        (["out=file/below"], "file/below cannot be a folder: a file is in the way"),
     ],
 )
 def test_nonsense_is_refused_in_a_sentence(words, message, capsys, tmp_path, monkeypatch):
