@@ -22,7 +22,7 @@ from timing import interleaved_medians, median_ratio
 
 from contextready import ContextReady, ModelConfig, build_model
 from contextready.solve.bptt import Stream
-from contextready.train.config import RunConfig, build_run
+from contextready.runs.config import RunConfig, build_run
 from contextready.train.objective import Objective
 from contextready.train.plan import make_plan
 from contextready.train.trainer import make_optimizer
@@ -45,7 +45,7 @@ MINIATURE = {"width": 128, "heads": 4, "vocab_size": 4096, "block_size": 128, "b
 def run_of(mode: str, passes: int, **shape: int) -> RunConfig:
     """A run in this mode; m=K takes as many adjoint products as passes."""
     options = MODES[mode] | ({"adjoint_steps": passes} if mode == "implicit m=K" else {})
-    base = {"data": "-", "out": "-", "correction": "add", "passes": passes, "k_min": None, "precision": "fp32"}
+    base = {"data": "-", "out": "-", "correction": "add", "passes": passes, "min_passes": None, "precision": "fp32"}
     return build_run(base | shape | options)
 
 

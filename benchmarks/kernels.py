@@ -16,7 +16,7 @@ import gguf
 import numpy as np
 import torch
 
-from contextready.infer.bench import BITS, bandwidth_probe
+from contextready.bench.race import BITS, bandwidth_probe
 
 LARGE = (32_000, 2_048)
 """The head of D=1, C=2048: 262 MB in fp32."""

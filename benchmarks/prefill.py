@@ -18,11 +18,11 @@ from timing import interleaved_medians
 
 from contextready.data.shards import Data
 from contextready.model.context_ready import ContextReady
-from contextready.solve.hardware import free_rows
+from contextready.solve.hardware import free_tokens
 from contextready.solve.prefill import SOLVERS, TOLERANCE, prefill, segment_length
 from contextready.solve.sweep import Chunk
 from contextready.solve.unroll import unroll
-from contextready.train.checkpoint import open_checkpoint
+from contextready.runs.checkpoint import open_checkpoint
 
 Point = dict[str, float]
 
@@ -47,9 +47,9 @@ def main() -> None:
     checkpoint = open_checkpoint(options.run)
     model = checkpoint.model().eval()
     assert isinstance(model, ContextReady)
-    row = Data(options.data or Path(checkpoint.config["train"]["data"]), verify=[]).row("val")
+    row = Data(options.data or Path(checkpoint.config["train"]["data"]), verify=[]).tokens("val")
     tokens_1T = torch.from_numpy(row.read(0, options.tokens).astype(np.int64))[None]
-    rows, segment = free_rows(model), segment_length(options.tokens, free_rows(model))
+    rows, segment = free_tokens(model), segment_length(options.tokens, free_tokens(model))
     print(
         f"{options.run}: a step of r tokens takes 1 + r / {rows:.1f}; {options.tokens} tokens in segments of {segment}"
     )

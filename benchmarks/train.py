@@ -22,12 +22,12 @@ import torch.nn.functional as F
 from timing import interleaved_medians, median_ratio
 
 from contextready import ContextReady, account, build_model
-from contextready.analysis.perplexity import parallel_scores, sequential_score
-from contextready.data.batches import Windows
+from contextready.measure.perplexity import parallel_scores, sequential_score
+from contextready.data.batches import Sequences
 from contextready.data.prepare import Preparation, prepare
 from contextready.data.shards import Data
 from contextready.device import multiplies_bf16
-from contextready.train.config import RunConfig, build_run
+from contextready.runs.config import RunConfig, build_run
 from contextready.train.trainer import Trainer
 
 VOCABULARY = 4096
@@ -83,7 +83,7 @@ def bare_loop(config: RunConfig, data: Path):  # type: ignore[no-untyped-def]
 def step_costs(data: Path, folder: Path, width: int, layers: int, rounds: int) -> dict[str, float]:
     """Baseline against the bare loop, and K = 5 against its prediction, each pair taking turns."""
     plain = settings(data, folder / "plain", width, layers, extra_ffn=True)
-    ready = settings(data, folder / "ready", width, layers, correction="add", passes=PASSES, k_min=None)
+    ready = settings(data, folder / "ready", width, layers, correction="add", passes=PASSES, min_passes=None)
     ours, many = Trainer(plain), Trainer(ready)
     bare, step, slower = median_ratio(bare_loop(plain, data), ours.step, rounds)
     k_pass, _, k_ratio = median_ratio(many.step, ours.step, rounds)
@@ -118,7 +118,7 @@ def sequential_cost(data: Path, config: RunConfig, tokens: int) -> dict[str, flo
     """Streaming evaluation of a whole validation set, in parallel passes over the same set."""
     model = build_model(config.model).eval()
     assert isinstance(model, ContextReady)
-    windows = Windows(Data(data, verify=()).row("val"), TOKENS)
+    windows = Sequences(Data(data, verify=()).tokens("val"), TOKENS)
     count = tokens // TOKENS
     sequential_score(model, windows, min(count, 512))
     parallel_scores(model, windows, [1], min(count, 512))

@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from train_helpers import recipe_file, tiny, words
 
-from contextready.cli import main
+from contextready.cli.main import main
 from contextready.errors import ContextReadyError
+from contextready.runs.checkpoint import open_checkpoint, unshard
 from contextready.train import checkpoint as checkpoints
 from contextready.train import trainer as trainers
-from contextready.train.checkpoint import open_checkpoint, unshard
 from contextready.train.objective import Loss, Objective
 from contextready.train.team import joined, local_part
 from contextready.train.trainer import Interrupts, Trainer

@@ -3,9 +3,9 @@
 import reference
 import torch
 
-from contextready import ContextReady, ModelConfig, Transformer, build_model
+from contextready import CORRECTIONS, ModelConfig, build_model
 
-KINDS = ("add", "concat", "blind", "block_head", "tied")
+KINDS = tuple(name for name in CORRECTIONS if name != "memoryless")  # which has no past to be wrong about
 # z_{-1} = 0 gives these two no correction at position 0 (without biases), so one more position is exact.
 SILENT_AT_START = ("blind", "block_head")
 
@@ -59,9 +59,8 @@ def stream_in_chunks(model, tokens, lengths, state=None):
 
 def oracle(model):
     """The same weights as plain arrays in the oracle's own structures."""
-    backbone: Transformer = model.backbone if isinstance(model, ContextReady) else model
+    backbone, prefix = model.backbone, "backbone."
     w = {name: tensor.detach().double().numpy() for name, tensor in model.state_dict().items()}
-    prefix = "backbone." if isinstance(model, ContextReady) else ""
 
     def linear(name, rows=slice(None)):
         bias = w.get(f"{name}.bias")
@@ -86,7 +85,6 @@ def oracle(model):
         )
         for i in range(backbone.config.layers)
     ]
-    variant = backbone.config.correction if isinstance(model, ContextReady) else None
     return reference.Model(
         embedding=w[f"{prefix}embedding.weight"],
         layers=layers,
@@ -96,8 +94,12 @@ def oracle(model):
         window=backbone.config.window,
         rope_base=backbone.config.rope_base,
         extra=(norm(f"{prefix}extra_norm"), ffn(f"{prefix}extra_ffn")) if backbone.config.extra_ffn else None,
-        variant=variant,
-        corr_norm=norm("correction.norm") if "correction.norm.weight" in w else None,
+        variant=backbone.config.correction,
+        corr_norms={
+            name.split(".")[1]: norm(name.removesuffix(".weight"))
+            for name in w
+            if name.startswith("correction.norm") and name.endswith(".weight")
+        },
         corr_ffn=ffn("correction.ffn") if "correction.ffn.up.weight" in w else None,
     )
 

@@ -165,7 +165,7 @@ def save(folder: Path, lm: Any, tokenizer: Any) -> Path:
 
 def refused(capsys: Any, *arguments: Any) -> str:
     """A command that ends with one sentence and the exit code 2; returns what it said."""
-    from contextready.cli import main
+    from contextready.cli.main import main
 
     capsys.readouterr()
     assert main([str(word) for word in arguments]) == 2
@@ -187,7 +187,7 @@ def refused_conversion(capsys: Any, tmp_path: Path, source: Any, *options: Any) 
 
 def crt(*words: Any) -> str:
     """A command that goes well; returns what it printed."""
-    from contextready.cli import main
+    from contextready.cli.main import main
 
     out = io.StringIO()
     with contextlib.redirect_stdout(out):

@@ -60,6 +60,6 @@ def changed(before, after):
     return {name for name in before if not torch.equal(before[name], after[name])}
 
 
-def drawn(steps, k_min=2, passes=5, seed=42):
+def drawn(steps, min_passes=2, passes=5, seed=42):
     """The documented sequence: uniform, from the seed, the step and the letter K."""
-    return [int(np.random.default_rng((seed, step, ord("K"))).integers(k_min, passes, endpoint=True)) for step in steps]
+    return [int(np.random.default_rng((seed, step, ord("K"))).integers(min_passes, passes, endpoint=True)) for step in steps]

@@ -4,8 +4,11 @@ import torch
 from helpers import gap, random_tokens, small_model
 
 from contextready import ContextReady
-from contextready.model.correction import Add
-from contextready.solve.sweep import largest_norm
+from contextready.model.cache import KVCache
+from contextready.model.correction_module import build_correction
+from contextready.solve.norms import norms
+from contextready.solve.prefill import buffer_capacity
+from contextready.solve.sweep import Chunk
 
 STEP = 4
 """The segment of most tests."""
@@ -18,7 +21,7 @@ def settling_model(kind="add", **changes):
         model.backbone.embedding.weight.mul_(6.0)
         for name, weight in model.named_parameters():
             if name.endswith(("out.weight", "down.weight")):
-                weight.mul_(0.15)
+                weight.mul_(0.12)
     return model
 
 
@@ -31,9 +34,35 @@ class Wrapped:
 
 
 def wrapped(model):
-    hidden = ContextReady(Wrapped(model.backbone), Add(model.backbone))
+    hidden = ContextReady(Wrapped(model.backbone), build_correction("add", model.backbone))
     hidden.correction = model.correction
     return hidden.eval()
+
+
+def largest_norm(z):
+    """The largest ‖z‖ of any position."""
+    return float(norms(z).max())
+
+
+def largest_error(z, exact):
+    """The largest error of a position, relative to its norm."""
+    return float((norms(z - exact) / norms(exact)).max())
+
+
+def chunk_of(model, e, state):
+    """A chunk after a state, in a buffer of its own."""
+    B, T, _ = e.shape
+    buffer = model.backbone.init_buffer(B, buffer_capacity(model.backbone, state.position + T, T, state.history))
+    for row in range(B):
+        buffer.load(row, state.cache.select(torch.tensor([row])))
+    return Chunk(model, e, buffer, state.position, state.z_prev_B1C)
+
+
+def state_after(chunk, state):
+    """The state after a chunk that followed this one."""
+    end = state.position + chunk.e_BTC.shape[1]
+    caches = [chunk.buffer.cache(row, end, state.history) for row in range(chunk.buffer.batch_size)]
+    return state.advanced(chunk.carried_BTC, KVCache.stacked(caches))
 
 
 def read(model, tokens, state=None):

@@ -67,7 +67,7 @@ class Model:
     rope_base: float = 10_000.0
     extra: tuple[LN, FFN] | None = None
     variant: str | None = None
-    corr_norm: LN | None = None
+    corr_norms: dict[str, LN] | None = None
     corr_ffn: FFN | None = None
 
 
@@ -124,13 +124,13 @@ def correction(model: Model, z_prev: Vector, x_prev: Vector, e: Vector) -> Vecto
     """correction_t from the previous block output (and, for block_head, the previous block input)."""
     if model.variant in ("add", "tied"):
         ffn = model.corr_ffn if model.variant == "add" else model.layers[-1].ffn
-        return ffn(model.corr_norm(z_prev + e))
+        return ffn(model.corr_norms["norm"](z_prev + e))
     if model.variant == "blind":
-        return model.corr_ffn(model.corr_norm(z_prev))
+        return model.corr_ffn(model.corr_norms["norm"](z_prev))
     if model.variant == "memoryless":
-        return model.corr_ffn(model.corr_norm(e))
+        return model.corr_ffn(model.corr_norms["norm"](e))
     if model.variant == "concat":
-        return model.corr_ffn(model.corr_norm(np.concatenate([z_prev, e])))
+        return model.corr_ffn(model.corr_norms["norm"](np.concatenate([z_prev, e])))
     if model.variant == "block_head":
         return z_prev - x_prev
     raise AssertionError(model.variant)

@@ -10,9 +10,9 @@ import pytest
 from hf_helpers import KNOWN, LLAMA_LIKE, save, train_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from contextready.cli import build_parser, main
-from contextready.train.config import check_for_team
-from contextready.train.recipes import resolve
+from contextready.cli.main import build_parser, main
+from contextready.runs.config import check_for_team
+from contextready.runs.recipes import resolve
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -63,7 +63,7 @@ def test_readme_commands_run(command, capsys):
 def test_readme_training_commands_run_in_order(tmp_path, monkeypatch, capsys):
     """For real, on the default corpus, with tiny models and few steps."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("contextready.demo.VALIDATION", 0.01)
+    monkeypatch.setattr("contextready.cli.demo.VALIDATION", 0.01)
     # In the place of what the Hub has under this name.
     folder = Path("HuggingFaceTB/SmolLM2-135M")
     config = AutoConfig.for_model("llama", **LLAMA_LIKE | {"vocab_size": KNOWN})
@@ -128,7 +128,7 @@ def test_plans_in_the_guide_run(command, capsys):
 
 
 def test_the_table_in_the_readme_is_what_crt_exact_measures():
-    from contextready.exact import run_exact
+    from contextready.measure.exactness import run_exact
 
     result = run_exact(tokens=48, layers=1, width=64, seed=0)
     rows = re.findall(r"^\| (\d+) \| ([\d.e-]*) ?\| ([\d.e-]+) \| (\d+) of 48 \|$", README, flags=re.MULTILINE)
@@ -138,7 +138,7 @@ def test_the_table_in_the_readme_is_what_crt_exact_measures():
         assert int(exact) == result.exact[k - 1]
         if k < 49:  # the last error is rounding, which may differ from machine to machine
             assert float(error) == pytest.approx(result.errors[k - 1], rel=0.06)
-        assert change == "" or float(change) == pytest.approx(result.residuals[k - 2], rel=0.06)
+        assert change == "" or float(change) == pytest.approx(result.changes[k - 2], rel=0.06)
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`(contextready\.[\w.]+)`", MATH))))

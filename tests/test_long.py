@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from contextready import unroll
 from contextready.infer.generate import stream
-from contextready.infer.ggml_engine import GgmlEngine
-from contextready.infer.gguf_file import write_gguf
+from contextready.infer.ggml.engine import GgmlEngine
+from contextready.infer.ggml.file import write_gguf
 from contextready.infer.sampling import Sampling
 from contextready.infer.torch_engine import torch_engine
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from contextready.data.prepare import Preparation, prepare
 from contextready.files import describe_file
-from contextready.train.config import build_run
-from contextready.train.metrics import read_metrics
+from contextready.runs.config import build_run
+from contextready.runs.metrics import read_metrics
 from contextready.train.trainer import Interrupts, Trainer, train
 
 WORDS = ("river", "stone", "light", "under", "small", "green", "walks", "seven", "often", "names", "holds", "water")
@@ -61,7 +61,7 @@ def tiny(data, out, **changes):
     """A checked tiny run."""
     settings = TINY | {"data": str(data), "out": str(out)} | changes
     if settings["correction"] is None:
-        settings = {key: value for key, value in settings.items() if key not in ("passes", "k_min")}
+        settings = {key: value for key, value in settings.items() if key not in ("passes", "min_passes")}
     return build_run(settings)
 
 
@@ -83,7 +83,7 @@ def words(data, out, **changes):
     """The same tiny run as words of the command, to follow a recipe file."""
     settings = TINY | {"data": data, "out": out} | changes
     if settings["correction"] is None or settings.get("gradient") == "bptt":
-        settings = {key: value for key, value in settings.items() if key not in ("passes", "k_min")}
+        settings = {key: value for key, value in settings.items() if key not in ("passes", "min_passes")}
     return [f"{key}={value}" for key, value in settings.items()]
 
 
@@ -99,7 +99,7 @@ def start(*arguments, **options):
     """`crt` as a process of its own, with one thread."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "400", "NO_COLOR": "1"}
     return subprocess.Popen(
-        [sys.executable, "-m", "contextready.cli", *map(str, arguments)],
+        [sys.executable, "-m", "contextready.cli.main", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

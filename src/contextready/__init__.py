@@ -7,14 +7,15 @@ an exported model runs (`contextready.infer`) where torch is not installed.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from contextready import registry
 from contextready.errors import ContextReadyError
 
 if TYPE_CHECKING:
-    from contextready.model.accounting import Account, account
-    from contextready.model.build import ModelConfig, build_model
-    from contextready.model.config import TransformerConfig
-    from contextready.model.context_ready import ContextReady
-    from contextready.model.correction import CORRECTIONS, build_correction
+    from contextready.model.config import ModelConfig, TransformerConfig
+    from contextready.model.context_ready import ContextReady, build_model
+    from contextready.model.correction import CORRECTIONS
+    from contextready.model.correction_module import build_correction
+    from contextready.model.cost import Account, account
     from contextready.model.state import State
     from contextready.model.transformer import Transformer
     from contextready.solve.unroll import UnrollInfo, unroll
@@ -39,18 +40,23 @@ __all__ = [
 
 _HOMES = {
     "CORRECTIONS": "model.correction",
-    "Account": "model.accounting",
+    "Account": "model.cost",
     "ContextReady": "model.context_ready",
-    "ModelConfig": "model.build",
+    "ModelConfig": "model.config",
     "State": "model.state",
     "Transformer": "model.transformer",
     "TransformerConfig": "model.config",
     "UnrollInfo": "solve.unroll",
-    "account": "model.accounting",
-    "build_correction": "model.correction",
-    "build_model": "model.build",
+    "account": "model.cost",
+    "build_correction": "model.correction_module",
+    "build_model": "model.context_ready",
     "unroll": "solve.unroll",
 }
+
+
+# Kinds of models and tasks that rooms add to runs; each is imported when a run first needs it.
+registry.register("model", "pretrained", "contextready.hf.provider")
+registry.register("task", "pointer", "contextready.pointer.provider")
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 import sys
 
-from contextready.cli import main
+from contextready.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -43,8 +43,27 @@ def staged_folder(target: Path) -> Iterator[Path]:
         raise
 
 
+@contextmanager
+def staged_file(target: Path) -> Iterator[Path]:
+    """Give a file to write that becomes `target` in one step when the block ends well, and vanishes otherwise."""
+    staging = partial_name(target)
+    try:
+        yield staging
+        fsync(staging)
+        staging.replace(target)
+    except BaseException as error:
+        staging.unlink(missing_ok=True)
+        if is_disk_full(error):
+            raise ContextReadyError(
+                f"The disk is full: {target} was not written and nothing half-written was kept; free some space."
+            ) from error
+        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
+            raise ContextReadyError(f"{target} could not be written: {error}.") from error
+        raise
+
+
 def partial_name(target: Path) -> Path:
-    """Where a folder lies while it is written or deleted."""
+    """Where a file or folder lies while it is written or deleted."""
     return target.with_name(f".{target.name}.partial")
 
 
@@ -59,7 +78,8 @@ def remove_folder(target: Path) -> None:
 def is_disk_full(error: BaseException) -> bool:
     """Whether this is the system saying there is no room (safetensors wraps it in an error of its own)."""
     if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+        # numpy tells of a full disk in words of its own: how much it wanted to write, and how much it did.
+        return error.errno in (errno.ENOSPC, errno.EDQUOT) or "requested and" in str(error)
     return type(error).__name__ == "SafetensorError" and ("os error 28" in str(error) or "os error 122" in str(error))
 
 
@@ -130,10 +150,8 @@ def _finite(value: Any) -> Any:
 
 def write_json(path: Path, value: Any) -> None:
     """Replace a JSON file in one step."""
-    aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(to_json(value, indent=1))
-    fsync(aside)
-    aside.rename(path)
+    with staged_file(path) as staging:
+        staging.write_text(to_json(value, indent=1))
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import difflib
 import inspect
 import textwrap
 import types
@@ -11,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from contextready.errors import ContextReadyError
+from contextready.errors import ContextReadyError, nearest
 
 Settings = TypeVar("Settings")
 
@@ -67,12 +66,6 @@ def describe_settings(cls: type) -> str:
 
 def _as_text(value: object) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else f"{value}"
-
-
-def nearest(name: str, valid: Sequence[str]) -> str:
-    """Say what the user may have meant: the nearest valid name, or all of them."""
-    close = difflib.get_close_matches(name, valid, n=1)
-    return f"did you mean '{close[0]}'?" if close else f"choose one of: {', '.join(valid)}."
 
 
 def _convert(key: str, value: Any, hint: Any) -> Any:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from contextready.cli import main
+from contextready.cli.main import main
 from contextready.data.tokenizer import Tokenizer
 
 

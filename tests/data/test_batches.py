@@ -1,4 +1,4 @@
-"""Windows and batches: what is seen, how often, and that it depends on numbers alone."""
+"""Sequences and batches: what is seen, how often, and that it depends on numbers alone."""
 
 import numpy as np
 import pytest
@@ -6,14 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contextready.data.batches import Batches, Windows, shuffled
-from contextready.data.shards import TokenRow
+from contextready.data.batches import Batches, Sequences, shuffled
+from contextready.data.shards import TokenArray
 from contextready.errors import ContextReadyError
 
 
-def row_of(length, shards=1):
-    """A row in which every token tells its own place."""
-    return TokenRow(np.array_split(np.arange(length, dtype=np.uint16), shards))
+def tokens_of(length, shards=1):
+    """An array in which every token tells its own place."""
+    return TokenArray(np.array_split(np.arange(length, dtype=np.uint16), shards))
 
 
 lengths = st.integers(2, 400)
@@ -23,24 +23,24 @@ block_sizes = st.integers(1, 60)
 @settings(deadline=None)
 @given(lengths, block_sizes, st.integers(1, 7))
 def test_every_token_but_the_first_is_a_target_once(length, block_size, shards):
-    row = row_of(length, min(shards, length))
+    tokens = tokens_of(length, min(shards, length))
     if length <= block_size:
         with pytest.raises(ContextReadyError):
-            Windows(row, block_size)
+            Sequences(tokens, block_size)
         return
-    windows = Windows(row, block_size)
-    x_BT, y_BT = windows.read(np.arange(windows.count))
-    assert x_BT.shape == y_BT.shape == (windows.count, block_size)
+    sequences = Sequences(tokens, block_size)
+    x_BT, y_BT = sequences.read(np.arange(sequences.count))
+    assert x_BT.shape == y_BT.shape == (sequences.count, block_size)
     assert x_BT.dtype == y_BT.dtype == torch.int64
     assert torch.equal(y_BT, x_BT + 1)
-    # All targets that fill whole windows; fewer than block_size are left over at the end.
-    assert y_BT.flatten().tolist() == list(range(1, windows.count * block_size + 1))
-    assert 0 <= length - 1 - windows.count * block_size < block_size
+    # All targets that fill whole sequences; fewer than block_size are left over at the end.
+    assert y_BT.flatten().tolist() == list(range(1, sequences.count * block_size + 1))
+    assert 0 <= length - 1 - sequences.count * block_size < block_size
 
 
-def test_windows_can_be_shifted():
-    windows = Windows(row_of(101, shards=9), 10)
-    x_BT, y_BT = windows.read(np.array([3, 0]), offset=7)
+def test_sequences_can_be_shifted():
+    sequences = Sequences(tokens_of(101, shards=9), 10)
+    x_BT, y_BT = sequences.read(np.array([3, 0]), offset=7)
     assert x_BT[:, 0].tolist() == [37, 7]
     assert torch.equal(y_BT, x_BT + 1)
 
@@ -54,7 +54,7 @@ def test_shuffled_is_a_permutation(size, seed, epoch):
 
 @settings(deadline=None)
 @given(st.integers(1, 2**40), st.lists(st.integers(0, 2**40), min_size=1, max_size=50, unique=True))
-def test_shuffled_places_of_huge_rows_stay_apart_and_inside(size, numbers):
+def test_shuffled_places_of_huge_arrays_stay_apart_and_inside(size, numbers):
     places = np.unique(np.array(numbers) % size)
     found = shuffled(places, size, (0, 0))
     assert len(set(found.tolist())) == len(places)
@@ -84,10 +84,10 @@ def starts_of_epoch(batches, epoch):
 
 @settings(deadline=None)
 @given(lengths, block_sizes, st.integers(0, 1000))
-def test_each_epoch_visits_every_window_once(length, block_size, seed):
+def test_each_epoch_visits_every_sequence_once(length, block_size, seed):
     if length <= block_size:
         return
-    batches = Batches(row_of(length, min(3, length)), block_size, seed)
+    batches = Batches(tokens_of(length, min(3, length)), block_size, seed)
     assert batches.per_epoch >= max(1, (length - 1) // block_size - 1)
     for epoch in (0, 1, 7):
         starts = starts_of_epoch(batches, epoch).sort().values
@@ -97,19 +97,19 @@ def test_each_epoch_visits_every_window_once(length, block_size, seed):
 
 
 def test_epochs_have_their_own_order_and_offset():
-    batches = Batches(row_of(2001), 20, seed=3)
+    batches = Batches(tokens_of(2001), 20, seed=3)
     epochs = [starts_of_epoch(batches, epoch) for epoch in range(12)]
     assert len({int(starts.min()) for starts in epochs}) > 6
     orders = {tuple(((starts - starts.min()) // 20).tolist()) for starts in epochs}
     assert len(orders) == 12
-    assert not torch.equal(epochs[0], starts_of_epoch(Batches(row_of(2001), 20, seed=4), 0))
+    assert not torch.equal(epochs[0], starts_of_epoch(Batches(tokens_of(2001), 20, seed=4), 0))
 
 
 @settings(deadline=None)
 @given(st.integers(0, 300), st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 9))
 def test_reading_in_parts_is_reading_at_once(first, counts, shards):
-    whole = Batches(row_of(500), 13, seed=1).read(first, sum(counts))
-    other = Batches(row_of(500, shards), 13, seed=1)
+    whole = Batches(tokens_of(500), 13, seed=1).read(first, sum(counts))
+    other = Batches(tokens_of(500, shards), 13, seed=1)
     parts = []
     for count in counts:
         parts.append(other.read(first, count))
@@ -119,7 +119,7 @@ def test_reading_in_parts_is_reading_at_once(first, counts, shards):
 
 
 def test_batches_depend_on_their_number_alone():
-    batches = Batches(row_of(500), 13, seed=1)
+    batches = Batches(tokens_of(500), 13, seed=1)
     later = batches.read(100, 8)
     batches.read(0, 50)
     np.random.seed(0)
@@ -128,12 +128,12 @@ def test_batches_depend_on_their_number_alone():
 
 
 def test_far_steps_of_long_runs_can_be_read():
-    x_BT, y_BT = Batches(row_of(500), 13, seed=1).read(10**12, 5)
+    x_BT, y_BT = Batches(tokens_of(500), 13, seed=1).read(10**12, 5)
     assert torch.equal(y_BT, x_BT + 1)
 
 
-def test_the_smallest_row_that_fits():
-    batches = Batches(row_of(9), 8, seed=0)
+def test_the_smallest_array_that_fits():
+    batches = Batches(tokens_of(9), 8, seed=0)
     x_BT, y_BT = batches.read(0, 3)
     assert x_BT.tolist() == [list(range(8))] * 3
     assert y_BT.tolist() == [list(range(1, 9))] * 3
@@ -141,8 +141,8 @@ def test_the_smallest_row_that_fits():
 
 @pytest.mark.parametrize("length", [0, 1, 8])
 def test_a_block_longer_than_the_data_is_refused(length):
-    row = TokenRow([]) if length == 0 else row_of(length)
+    tokens = TokenArray([]) if length == 0 else tokens_of(length)
     with pytest.raises(ContextReadyError, match=rf"block_size=8 is longer than the val data \({length} tokens\); give"):
-        Windows(row, 8, "val")
+        Sequences(tokens, 8, "val")
     with pytest.raises(ContextReadyError, match="block_size=8 is longer than the train data"):
-        Batches(row, 8, seed=0)
+        Batches(tokens, 8, seed=0)

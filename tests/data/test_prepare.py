@@ -26,8 +26,8 @@ TRAINED_HERE = ("--vocab-size", "300", "--val-fraction", "0.2")
 
 
 def documents_of(data, split):
-    tokenizer, row = data.tokenizer(), data.row(split)
-    ids = row.read(0, len(row)).tolist()
+    tokenizer, tokens = data.tokenizer(), data.tokens(split)
+    ids = tokens.read(0, len(tokens)).tolist()
     ends = [i for i, token in enumerate(ids) if token == data.end_id]
     starts = [0, *(end + 1 for end in ends)]
     return [tokenizer.decode(ids[start:end]) for start, end in zip(starts, ends, strict=False)]
@@ -224,7 +224,7 @@ def test_a_killed_preparation_leaves_no_folder_and_a_second_run_works(crt, tmp_p
     large = tmp_path / "large.txt"
     large.write_text("\n".join(texts) * 1500)  # tens of seconds' worth
     out, partial = tmp_path / "out", tmp_path / ".out.partial"
-    command = [sys.executable, "-m", "contextready.cli", "data", "prepare", out, large, "--tokenizer", trained]
+    command = [sys.executable, "-m", "contextready.cli.main", "data", "prepare", out, large, "--tokenizer", trained]
     with subprocess.Popen(command) as process:
         until = time.monotonic() + 60
         while not any(path.stat().st_size for path in partial.glob("train-*.bin")):

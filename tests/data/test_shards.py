@@ -1,4 +1,4 @@
-"""Shards: written once, read as one row, and refused when a byte of them is not as it was written."""
+"""Shards: written once, read as one array, and refused when a byte of them is not as it was written."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from contextready.data.prepare import Preparation, prepare
-from contextready.data.shards import Data, ShardWriter, TokenRow
+from contextready.data.shards import Data, ShardWriter, TokenArray
 from contextready.data.tokenizer import Tokenizer
 from contextready.errors import ContextReadyError
 
@@ -37,7 +37,7 @@ def write_shards(folder, rows, shard_tokens, dtype="<u2"):
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
 @pytest.mark.parametrize("shard_tokens", [1, 3, 4, 7, 100])
-def test_shards_are_full_and_read_as_one_row(tmp_path, shard_tokens, dtype):
+def test_shards_are_full_and_read_as_one_array(tmp_path, shard_tokens, dtype):
     rows = [[1, 2, 3], [4], [5, 6, 7, 8, 0, 1, 2, 3, 4], [5]]
     writer = write_shards(tmp_path, rows, shard_tokens, dtype)
     expected = [i for row in rows for i in [*row, 9]]
@@ -45,11 +45,11 @@ def test_shards_are_full_and_read_as_one_row(tmp_path, shard_tokens, dtype):
     assert [len(part) for part in parts[:-1]] == [shard_tokens] * (len(parts) - 1)
     assert writer.summary() == {"tokens": 18, "documents": 4, "bytes": 28, "shards": writer.names}
     assert writer.names == [f"train-{i:05d}.bin" for i in range(-(-18 // shard_tokens))]
-    row = TokenRow(parts)
-    assert len(row) == 18
+    tokens = TokenArray(parts)
+    assert len(tokens) == 18
     for start in range(18):
         for count in range(1, 18 - start + 1):
-            assert row.read(start, count).tolist() == expected[start : start + count]
+            assert tokens.read(start, count).tolist() == expected[start : start + count]
 
 
 def test_the_writer_keeps_no_tokens(tmp_path):
@@ -68,19 +68,19 @@ def test_the_writer_keeps_no_tokens(tmp_path):
     assert peak < 1 << 20  # one document of 200 kB and a copy of it, of 8 MB in all
 
 
-def test_reading_a_row_loads_what_is_read(tmp_path):
+def test_reading_loads_what_is_read(tmp_path):
     np.zeros(10_000_000, "<u2").tofile(tmp_path / "a.bin")
-    row = TokenRow([np.memmap(tmp_path / "a.bin", "<u2", "r")])
+    tokens = TokenArray([np.memmap(tmp_path / "a.bin", "<u2", "r")])
     tracemalloc.start()
-    assert row.read(9_000_000, 10).sum() == 0
+    assert tokens.read(9_000_000, 10).sum() == 0
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1 << 16
 
 
 def documents_of(data, split):
-    row = data.row(split)
-    ids = row.read(0, len(row)).tolist()
+    tokens = data.tokens(split)
+    ids = tokens.read(0, len(tokens)).tolist()
     assert ids[-1] == data.end_id
     *documents, rest = data.tokenizer().decode(ids).split("<|endoftext|>")
     assert rest == ""
@@ -105,7 +105,7 @@ def test_the_manifest_says_what_is_there(prepared, texts):
         documents = documents_of(data, split)
         assert counts["documents"] == len(documents)
         assert counts["bytes"] == sum(len(document.encode()) for document in documents)
-        assert counts["tokens"] == len(data.row(split))
+        assert counts["tokens"] == len(data.tokens(split))
         assert len(counts["shards"]) > 1
         assert data.bytes_per_token(split) == pytest.approx(counts["bytes"] / counts["tokens"])
     present = {path.name: path.read_bytes() for path in prepared.iterdir() if path.name != "manifest.json"}
@@ -201,4 +201,4 @@ def test_another_tokenizer_of_the_same_size_is_refused(out):
 
 def test_there_are_two_splits(prepared):
     with pytest.raises(ContextReadyError, match="There is no split 'test'; choose train or val"):
-        Data(prepared).row("test")
+        Data(prepared).tokens("test")

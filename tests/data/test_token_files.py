@@ -42,8 +42,8 @@ def write_megatron(path, rows, dtype="<u2", end=(END,), sequences_a_document=1):
 
 
 def documents_of(data, split):
-    row = data.row(split)
-    ids = row.read(0, len(row))
+    tokens = data.tokens(split)
+    ids = tokens.read(0, len(tokens))
     assert ids[-1] == data.end_id
     return [part.tolist() for part in np.split(ids, np.flatnonzero(ids == data.end_id) + 1)[:-1]]
 
@@ -61,9 +61,9 @@ def take_over(path, tmp_path, vocab_size=400, end_id=END, **options):
     return prepare(tmp_path / "out", what)
 
 
-@pytest.mark.parametrize("window", [1, 7, 1 << 22])
-def test_nanogpt_round_trip(tmp_path, rows, window, monkeypatch):
-    monkeypatch.setattr(token_files, "WINDOW", window)
+@pytest.mark.parametrize("at_once", [1, 7, 1 << 22])
+def test_nanogpt_round_trip(tmp_path, rows, at_once, monkeypatch):
+    monkeypatch.setattr(token_files, "IDS_AT_ONCE", at_once)
     data = take_over(write_nanogpt(tmp_path / "train.bin", rows), tmp_path, shard_tokens=100)
     check_same(data, rows)
     assert len(data.manifest["splits"]["train"]["shards"]) > 5

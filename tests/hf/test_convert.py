@@ -28,10 +28,11 @@ import contextready.hf.modeling  # noqa: F401  (registers its classes)
 from contextready.data.tokenizer import Tokenizer
 from contextready.hf.bundle import file_stem, needed_modules
 from contextready.hf.modeling import ContextReadyForCausalLM
-from contextready.train.checkpoint import open_checkpoint
+from contextready.model.correction import CORRECTIONS
+from contextready.runs.checkpoint import open_checkpoint
 
 READY = {
-    **{kind: {"correction": kind} for kind in ("add", "concat", "blind", "block_head", "tied", "memoryless")},
+    **{kind: {"correction": kind} for kind in CORRECTIONS},
     "window": {"window": 5, "layers": 2},
     "bias": {"bias": True, "dropout": 0.1},
     "zero": {"correction_init": "zero", "rope_base": 500.0},

@@ -13,14 +13,14 @@ from train_helpers import metrics as metrics_of
 from transformers import AutoModelForCausalLM
 
 import contextready.hf.modeling  # noqa: F401  (registers its classes)
-from contextready.analysis.perplexity import parallel_scores
-from contextready.data.batches import Windows
+from contextready.data.batches import Sequences
 from contextready.data.shards import Data
 from contextready.hf.finetune import start
 from contextready.hf.modeling import ContextReadyForCausalLM
-from contextready.train.checkpoint import open_checkpoint, step_folder, unshard
-from contextready.train.config import PretrainedModelConfig
-from contextready.train.metrics import read_metrics
+from contextready.measure.perplexity import parallel_scores
+from contextready.runs.checkpoint import open_checkpoint, step_folder, unshard
+from contextready.runs.config import PretrainedModelConfig
+from contextready.runs.metrics import read_metrics
 from contextready.train.objective import Objective
 
 pytest.importorskip("peft")
@@ -151,7 +151,7 @@ def test_training_starts_at_the_loss_of_the_original(place, data, runs, name):
     """transformers' own loss of the pretrained model, over the same windows."""
     first = read_metrics(runs / name)[0]
     assert first["step"] == 0
-    windows = Windows(Data(data, verify=()).row("val"), 16, "validation")
+    windows = Sequences(Data(data, verify=()).tokens("val"), 16, "validation")
     lm, losses = base_of(place, name), []
     with torch.no_grad():
         for i in range(256 // 16):
@@ -171,7 +171,7 @@ def test_a_checkpoint_comes_back_as_what_was_measured(data, runs, name):
     assert checkpoint.vocab_size == KNOWN
     if name == "bptt":
         return
-    windows = Windows(Data(data, verify=()).row("val"), 16, "validation")
+    windows = Sequences(Data(data, verify=()).tokens("val"), 16, "validation")
     K = checkpoint.config["train"]["passes"]
     assert parallel_scores(checkpoint.model(), windows, [K], 16)[K].loss == last["val_loss"]
 

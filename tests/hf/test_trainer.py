@@ -83,8 +83,8 @@ def test_random_passes_reach_through_wrappers(tmp_path):
 
 
 def test_random_passes_refuse_what_they_are_not_for(tmp_path):
-    with pytest.raises(ContextReadyError, match="k_min=3 must be from 1 to passes=2"):
-        RandomPasses(2, k_min=3)
+    with pytest.raises(ContextReadyError, match="min_passes=3 must be from 1 to passes=2"):
+        RandomPasses(2, min_passes=3)
     with pytest.raises(ContextReadyError, match="LlamaForCausalLM is none"):
         trained(tiny_lm("llama"), tmp_path)
 

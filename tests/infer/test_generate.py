@@ -10,9 +10,10 @@ from helpers import small_model
 
 from contextready.data.tokenizer import Tokenizer
 from contextready.errors import ContextReadyError
-from contextready.infer.generate import generate, stream
+from contextready.infer import generate as generation
+from contextready.infer.generate import GenerationSettings
 from contextready.infer.sampling import Sampling, choose, rng_for
-from contextready.solve.report import ReadInfo
+from contextready.solve.reading import ReadInfo
 
 GREEDY = Sampling(temperature=0)
 WARM = Sampling(temperature=1.3)
@@ -93,6 +94,16 @@ class Scripted:
         logits_V[self.scripts[row][self.at[row] % len(self.scripts[row])]] = 9.0
         self.at[row] += 1
         return logits_V
+
+
+def generate(engine, prompts, sampling, tokenizer=None, states=None, **settings):
+    settings = GenerationSettings(sampling, **settings)
+    return generation.generate(engine, prompts, settings, tokenizer=tokenizer, states=states)
+
+
+def generate_pieces(engine, prompts, sampling, tokenizer=None, states=None, **settings):
+    settings = GenerationSettings(sampling, **settings)
+    return generation.generate_pieces(engine, prompts, settings, tokenizer=tokenizer, states=states)
 
 
 def tokens_of(completions):
@@ -253,7 +264,7 @@ def test_log_probabilities_are_float64_log_softmax_of_raw_logits():
 
 def test_pieces_come_as_they_are_made_and_the_last_holds_the_whole():
     engine = StateEngine(MODEL, 4)
-    pieces = stream(engine, PROMPTS[:2], WARM, max_tokens=4, samples=2, logprobs=1)
+    pieces = generate_pieces(engine, PROMPTS[:2], WARM, max_tokens=4, samples=2, logprobs=1)
     assert engine.loads == 0, "nothing happens before the first piece is asked for"
     first = next(pieces)
     assert (len(engine.reads), len(engine.steps)) == (2, 0)
@@ -331,7 +342,7 @@ def test_stop_strings_cut_the_text_and_end_the_row():
 
 def test_characters_are_whole_in_every_piece():
     engine = Scripted([spell("a😀é")], vocab_size=257)
-    pieces = list(stream(engine, [spell("x")], GREEDY, max_tokens=7, tokenizer=TOKENIZER))
+    pieces = list(generate_pieces(engine, [spell("x")], GREEDY, max_tokens=7, tokenizer=TOKENIZER))
     assert [piece.text for piece in pieces] == ["a", "", "", "", "😀", "", "é"]
     assert pieces[-1].completion.text == "a😀é"
     # Cut off inside a character, it says so.
@@ -392,7 +403,7 @@ def test_bad_input_is_refused_at_once(changes, says):
     engine = StateEngine(MODEL, 2)
     options = {"prompts": PROMPTS[:2], "max_tokens": 3} | changes
     with pytest.raises(ContextReadyError, match=says):
-        stream(engine, options.pop("prompts"), GREEDY, **options)
+        generate_pieces(engine, options.pop("prompts"), GREEDY, **options)
     assert (engine.reads, engine.loads) == ([], 0)
 
 

@@ -10,7 +10,7 @@ from tokenizers import decoders, models
 
 from contextready.data.tokenizer import Tokenizer
 from contextready.errors import ContextReadyError
-from contextready.infer.text import TextStream
+from contextready.infer.text import IncrementalText
 
 TEXTS = [
     "the cat sat on the mat, the dog did not.",
@@ -57,9 +57,9 @@ PIECES, VOCABULARY = sentencepiece_tokenizer()
 
 
 def run(tokenizer, tokens, stops=(), after=()):
-    """Every piece, the flushed rest last, and the stream."""
-    stream = TextStream(tokenizer, stops, after)
-    return [*(stream.push(token) for token in tokens), stream.flush()], stream
+    """Every piece, the flushed rest last, and what gave them."""
+    shown = IncrementalText(tokenizer, stops, after)
+    return [*(shown.push(token) for token in tokens), shown.flush()], shown
 
 
 @settings(max_examples=150, deadline=None)
@@ -176,8 +176,8 @@ def test_ids_without_text_do_not_make_a_beginning():
 
 
 def test_the_rest_is_given_once():
-    _, stream = run(BYTE_LEVEL, bytes_to_ids(b"a\xe2"))
-    assert stream.flush() == ""
+    _, shown = run(BYTE_LEVEL, bytes_to_ids(b"a\xe2"))
+    assert shown.flush() == ""
 
 
 def test_text_after_a_prompt_keeps_its_space():
@@ -193,49 +193,49 @@ def letters(text):
 
 
 def test_stop_string_is_cut_and_its_beginning_held_back():
-    pieces, stream = run(BYTE_LEVEL, letters("one END two"), ["END"])
+    pieces, shown = run(BYTE_LEVEL, letters("one END two"), ["END"])
     assert pieces == ["o", "n", "e", " ", "", "", "", "", "", "", "", ""]
-    assert stream.stopped
+    assert shown.stopped
 
 
 def test_a_false_start_is_shown_when_it_is_one():
-    pieces, stream = run(BYTE_LEVEL, letters("ENENx"), ["END"])
+    pieces, shown = run(BYTE_LEVEL, letters("ENENx"), ["END"])
     assert pieces == ["", "", "EN", "", "ENx", ""]
-    assert not stream.stopped
-    pieces, stream = run(BYTE_LEVEL, letters("aEN"), ["END"])
+    assert not shown.stopped
+    pieces, shown = run(BYTE_LEVEL, letters("aEN"), ["END"])
     assert pieces == ["a", "", "", "EN"]
-    assert not stream.stopped
+    assert not shown.stopped
 
 
 def test_a_stop_string_that_overlaps_itself_is_found():
-    pieces, stream = run(BYTE_LEVEL, letters("xaaab"), ["aab"])
+    pieces, shown = run(BYTE_LEVEL, letters("xaaab"), ["aab"])
     assert "".join(pieces) == "xa"
-    assert stream.stopped
+    assert shown.stopped
 
 
 def test_stop_string_inside_and_across_tokens():
     token = next(t for t in range(BYTE_LEVEL.vocab_size) if BYTE_LEVEL.decode([t]) == " the")
-    pieces, stream = run(BYTE_LEVEL, [*letters("so"), token, *letters("n")], ["he"])
+    pieces, shown = run(BYTE_LEVEL, [*letters("so"), token, *letters("n")], ["he"])
     assert pieces == ["s", "o", " t", "", ""]
-    assert stream.stopped
+    assert shown.stopped
     pieces, _ = run(BYTE_LEVEL, [*letters("so"), token, *letters("n")], ["o then"])
     assert "".join(pieces) == "s"
 
 
 def test_multibyte_stop_strings():
-    pieces, stream = run(BYTE_LEVEL, bytes_to_ids("あ。い".encode()), ["。"])
+    pieces, shown = run(BYTE_LEVEL, bytes_to_ids("あ。い".encode()), ["。"])
     assert "".join(pieces) == "あ"
-    assert stream.stopped
+    assert shown.stopped
     # Two characters that share their first bytes: nothing is held for bytes, only for whole characters.
-    pieces, stream = run(BYTE_LEVEL, bytes_to_ids("あ、い".encode()), ["。"])
+    pieces, shown = run(BYTE_LEVEL, bytes_to_ids("あ、い".encode()), ["。"])
     assert "".join(pieces) == "あ、い"
-    assert not stream.stopped
+    assert not shown.stopped
 
 
 def test_a_stop_string_that_the_flush_completes():
-    pieces, stream = run(BYTE_LEVEL, bytes_to_ids(b"ab\xe2"), ["b\ufffd"])
+    pieces, shown = run(BYTE_LEVEL, bytes_to_ids(b"ab\xe2"), ["b\ufffd"])
     assert "".join(pieces) == "a"
-    assert stream.stopped
+    assert shown.stopped
 
 
 @settings(max_examples=150, deadline=None)
@@ -249,13 +249,13 @@ def test_the_stop_string_that_is_complete_first_counts_however_the_text_is_cut(t
 
     cuts = sorted({0, len(text), *data.draw(st.lists(st.integers(0, len(text)), max_size=6))})
     chunks = [text[a:b] for a, b in pairwise(cuts)]
-    pieces, stream = run(Chunks(), range(len(chunks)), stops)
+    pieces, shown = run(Chunks(), range(len(chunks)), stops)
     ends = [(n, n - len(stop)) for n in range(len(text) + 1) for stop in stops if text[:n].endswith(stop)]
     assert "".join(pieces) == (text[: min(ends)[1]] if ends else text)
-    assert stream.stopped == bool(ends)
+    assert shown.stopped == bool(ends)
 
 
 @pytest.mark.parametrize("stops", ["END", [""], ["a", ""], [3]])
 def test_bad_stop_strings_are_refused(stops):
     with pytest.raises(ContextReadyError, match="Stop strings must be a list"):
-        TextStream(BYTE_LEVEL, stops)
+        IncrementalText(BYTE_LEVEL, stops)

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 import torch
 from helpers import KINDS, random_tokens, small_model
+from prefill_helpers import assert_same_state, settling_model
 from torch._dynamo.utils import counters
 
 from contextready import ContextReady, ContextReadyError
-from contextready.infer.torch_engine import ROOM, BufferEngine, StateEngine, as_context_ready, torch_engine
+from contextready.infer.torch_engine import CAPACITY_STEP, BufferEngine, StateEngine, torch_engine
 
 PROMPTS = [row[:length].tolist() for row, length in zip(random_tokens(3, 20, seed=2), (20, 1, 7), strict=True)]
 MORE = random_tokens(3, 12, seed=3)
+SOLVERS = ("sweep", "jacobi", "sequential")
 CLOSE = 1e-5
 """Logits are handed out in float32."""
 
@@ -26,13 +28,11 @@ class Wrapped:
 
 
 def wrapped(model):
-    hidden = ContextReady(Wrapped(model.backbone), type(model.correction)(model.backbone))
-    hidden.correction = model.correction
-    return hidden.eval()
+    return ContextReady(Wrapped(model.backbone), model.correction).eval()
 
 
-def make(model, rows=1, capacity=64, kind="eager", **settings):
-    return torch_engine(model, kind, rows=rows, capacity=capacity, **({"tolerance": 0.0} | settings))
+def make(model, rows=1, capacity=64, name="eager", **settings):
+    return torch_engine(model, name, rows=rows, capacity=capacity, **({"tolerance": 0.0} | settings))
 
 
 @torch.inference_mode()
@@ -94,20 +94,22 @@ def test_a_backbone_without_fixed_places_is_stepped_by_its_own_cache(kind, windo
 @pytest.mark.parametrize("window", [None, 1, 5])
 def test_a_plain_transformer_is_an_engine_too(window):
     model = small_model(correction=None, window=window)
-    engine = make(model, rows=2)
-    found = run(engine, PROMPTS[:2])
+    assert not model.is_recurrent
+    found = run(make(model, rows=2), PROMPTS[:2])
     for row in range(2):
         with torch.inference_mode():
             tokens = torch.tensor([PROMPTS[row] + MORE[row].tolist()])
-            logits = model.stream(tokens, model.init_cache(1))[0][0, len(PROMPTS[row]) - 1 :].numpy()
-        assert_close(found[row], logits)
-    assert as_context_ready(as_context_ready(model)).backbone is model
+            whole, (streams, _) = model(tokens), model.stream(tokens, model.init_state(1))
+        for logits_1TV in (whole, streams):
+            assert_close(found[row], logits_1TV[0, len(PROMPTS[row]) - 1 :].numpy())
+    # The backbone alone makes the same model.
+    assert np.array_equal(run(make(ContextReady(model.backbone), rows=2), PROMPTS[:2]), found)
 
 
 def test_prompts_are_read_as_the_settings_say():
     model = small_model()
     prompt = random_tokens(1, 40)[0].tolist()
-    for solver in ("sweep", "jacobi", "sequential"):
+    for solver in SOLVERS:
         info = make(model, solver=solver, segment=4, tolerance=0.0).read(0, prompt)[1]
         assert (info.solver, info.tokens, info.exact) == (solver, 40, True)
     assert make(model, segment=4).read(0, prompt)[1].changes
@@ -126,6 +128,57 @@ def test_a_second_prompt_is_read_after_the_first(window):
     )
 
 
+@pytest.mark.parametrize("chunk", [11, 4096])
+@pytest.mark.parametrize("history", [0, 1, 4])
+@pytest.mark.parametrize("window", [None, 5, 14])
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_prompt_after_steps_is_read_as_if_all_were_streamed(solver, window, history, chunk):
+    first, steps, prompt, after = [4, 4, 9], *(random_tokens(3, 30, seed=4)[i].tolist() for i in range(3))
+    # Sweeps of the one settle; those of the other are given up, and the rest is read one by one.
+    for model, tolerance in ((settling_model(window=window), 1e-13), (small_model(window=window), 0.0)):
+        for begun in ([], first):
+            engine = make(
+                model, capacity=99, solver=solver, segment=2, chunk=chunk, tolerance=tolerance, history=history
+            )
+            if begun:
+                engine.read(0, begun)
+            for token in steps[:6]:
+                engine.step([token])
+            logits, info = engine.read(0, prompt)
+            assert (info.solver, info.tokens) == (solver, 30)
+            tokens = [*begun, *steps[:6], *prompt]
+            expected, state = streamed(model, tokens, model.init_state(1, history))
+            assert_close(logits, expected[-1])
+            assert engine.position(0) == len(tokens)
+            assert_same_state(model, engine.state(0), state, 1e-9)
+            # And the engine itself goes on from there, by steps and by another prompt.
+            stepped = np.stack([engine.step([token])[0] for token in after[:8]])
+            assert_close(stepped, streamed(model, tokens + after[:8])[0][-8:])
+            assert_close(engine.read(0, after[8:])[0], streamed(model, tokens + after)[0][-1])
+
+
+@pytest.mark.parametrize("chunk", [11, 4096])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_reading_into_one_row_leaves_the_others_as_they_are(solver, window, chunk):
+    model, prompt = settling_model(window=window), random_tokens(1, 30, seed=4)[0].tolist()
+    for row in range(3):
+        engine = make(model, rows=3, solver=solver, segment=2, chunk=chunk, tolerance=1e-13, history=2)
+        run(engine)
+        before = [engine.state(other) for other in range(3)]
+        assert_close(engine.read(row, prompt)[0], streamed(model, [*PROMPTS[row], *MORE[row].tolist(), *prompt])[0][-1])
+        for other in {0, 1, 2} - {row}:
+            now = engine.state(other)
+            assert now.position == before[other].position
+            assert torch.equal(now.carried_BRC, before[other].carried_BRC)
+            for kv, wanted in zip(now.cache.layers, before[other].cache.layers, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(kv, wanted, strict=True))
+        found = engine.step([5, 6, 7])
+        for other, token in enumerate((5, 6, 7)):
+            tokens = [*PROMPTS[other], *MORE[other].tolist(), *(prompt if other == row else []), token]
+            assert_close(found[other], streamed(model, tokens)[0][-1])
+
+
 @pytest.mark.parametrize("history", [0, 1, 4])
 def test_a_window_is_stepped_on_for_ever_in_the_same_memory(history):
     model = small_model(window=8, gain=0.5)
@@ -134,7 +187,7 @@ def test_a_window_is_stepped_on_for_ever_in_the_same_memory(history):
     tokens = random_tokens(2, 400)
     expected = np.stack([streamed(model, row.tolist())[0] for row in tokens])
     memory, places = engine.buffer.nbytes, engine.buffer.layers[0][0].data_ptr()
-    assert engine.buffer.slots == 7 + max(history, 1)
+    assert engine.buffer.capacity == 7 + max(history, 1)
     found = np.stack([engine.step(column).copy() for column in tokens.T.tolist()], axis=1)
     assert_close(found, expected)
     assert (engine.buffer.nbytes, engine.buffer.layers[0][0].data_ptr()) == (memory, places)
@@ -211,10 +264,44 @@ def test_a_row_can_be_rolled_back_and_go_on(window, back):
     assert_close(again.astype(np.float32), streamed(model, [*PROMPTS[0], 2])[0][-1])
 
 
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("by_steps", [False, True])
+@pytest.mark.parametrize("history", [1, 4])
+@pytest.mark.parametrize("window", [None, 1, 5])
+def test_a_short_prompt_can_be_taken_back(window, history, by_steps, count):
+    model, tokens = small_model(window=window), [*PROMPTS[0], 7, 8, 9][: 20 + count]
+    engine = make(model, history=history, chunk=2)
+    if by_steps:
+        for token in PROMPTS[0]:
+            engine.step([token])
+    else:
+        engine.read(0, PROMPTS[0])
+    engine.read(0, tokens[20:])
+    taken = engine.state(0)
+    assert_same_state(model, taken, streamed(model, tokens, model.init_state(1, history))[1], 1e-9)
+    with pytest.raises(ContextReadyError, match="larger history"):
+        taken.rollback(len(tokens) - history - 1)
+    for back in range(history + 1):
+        kept = tokens[: len(tokens) - back]
+        engine.load(0, taken.rollback(len(kept)))
+        assert engine.position(0) == len(kept)
+        assert_close(engine.step([11])[0], streamed(model, [*kept, 11])[0][-1])
+        # The token after it can be taken back too, and what was kept before it, but no more.
+        engine.load(0, taken.rollback(len(kept)))
+        assert_close(engine.read(0, [11])[0], streamed(model, [*kept, 11])[0][-1])
+        again, oldest = engine.state(0), len(tokens) - history
+        assert_close(
+            streamed(model, [2], again.rollback(max(oldest, len(kept) + 1 - history)))[0][-1].astype(np.float32),
+            streamed(model, [*kept[: max(oldest, len(kept) + 1 - history)], 2])[0][-1],
+        )
+        with pytest.raises(ContextReadyError, match="larger history"):
+            again.rollback(max(oldest, len(kept) + 1 - history) - 1)
+
+
 def test_full_attention_has_room_for_its_capacity_and_no_more():
     model = small_model()
     engine = make(model, rows=2, capacity=5)
-    assert (engine.capacity, engine.buffer.slots) == (5, ROOM)
+    assert (engine.capacity, engine.buffer.capacity) == (5, CAPACITY_STEP)
     with pytest.raises(ContextReadyError, match="6 tokens were to be read and there is room for 5"):
         engine.read(0, [1] * 6)
     engine.read(0, [1] * 4)
@@ -233,7 +320,7 @@ def test_full_attention_has_room_for_its_capacity_and_no_more():
     for call in (lambda: hidden.step([1]), lambda: hidden.read(0, [1])):
         with pytest.raises(ContextReadyError, match=r"3 tokens .* room for 2"):
             call()
-    assert make(model, capacity=ROOM + 1).buffer.slots == 2 * ROOM
+    assert make(model, capacity=CAPACITY_STEP + 1).buffer.capacity == 2 * CAPACITY_STEP
 
 
 @pytest.mark.parametrize("hide", [False, True])
@@ -250,9 +337,9 @@ def test_bad_tokens_and_states_are_refused(hide):
         (lambda: engine.load(0, two_rows), "holds 2 rows and 1 were given"),
         (lambda: engine.load(0, small_model(width=24).init_state(1)), "another model"),
         (lambda: engine.load(0, small_model(dtype=torch.float32).init_state(1)), "another model"),
-        (lambda: make(model, rows=0), "at least 1 row and room for 1 token, not 0 and 64"),
+        (lambda: make(model, rows=0), "at least 1 row and capacity for 1 token, not 0 and 64"),
         (lambda: make(model, capacity=0), "not 1 and 0"),
-        (lambda: make(wrapped(model), kind="compiled"), "no fixed places .* to compile for; use eager"),
+        (lambda: make(wrapped(model), name="compiled"), "no fixed places .* to compile for; use eager"),
     ]
     for call, sentence in cases:
         with pytest.raises(ContextReadyError, match=sentence):
@@ -299,7 +386,7 @@ def graphs(monkeypatch):
 @pytest.mark.parametrize(("kind", "window", "history"), [("add", None, 1), ("concat", 5, 3), (None, 5, 0)])
 def test_one_graph_serves_every_position_of_every_row(graphs, kind, window, history):
     model = small_model(correction=kind, window=window)
-    engine, eager = (make(model, 3, kind=k, history=history) for k in ("compiled", "eager"))
+    engine, eager = (make(model, 3, name=name, history=history) for name in ("compiled", "eager"))
     assert (engine.name, eager.name) == ("compiled", "eager")
     engine.step([0, 1, 2])
     eager.step([0, 1, 2])
@@ -312,7 +399,7 @@ def test_one_graph_serves_every_position_of_every_row(graphs, kind, window, hist
         assert_close(engine.step([4, 5, 6]), eager.step([4, 5, 6]))
         # Another model of the same shape, in a buffer of nearly the same capacity, needs no graph of its own.
         other = small_model(seed=9, correction=kind, window=window)
-        twin = make(other, 3, capacity=99, kind="compiled", history=history)
+        twin = make(other, 3, capacity=99, name="compiled", history=history)
         assert_close(run(twin), run(make(other, 3)))
     assert graphs() == before
 
@@ -320,7 +407,7 @@ def test_one_graph_serves_every_position_of_every_row(graphs, kind, window, hist
 def test_any_number_of_engines_can_be_compiled(graphs):
     model = small_model(layers=1)
     for rows in range(1, 2 + torch._dynamo.config.recompile_limit):
-        make(model, rows, kind="compiled").step([1] * rows)
+        make(model, rows, name="compiled").step([1] * rows)
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="needs a C++ compiler")
@@ -329,8 +416,8 @@ def test_any_number_of_engines_can_be_compiled(graphs):
 def test_the_compiled_engine_is_the_eager_one(kind, window):
     model = small_model(correction=kind, window=window, layers=1, dtype=torch.float32)
     prompts, tokens = PROMPTS[:2], random_tokens(2, 40, seed=5)
-    eager = run(make(model, 2, kind="eager"), prompts, tokens)
-    compiled = make(model, 2, kind="compiled")
+    eager = run(make(model, 2, name="eager"), prompts, tokens)
+    compiled = make(model, 2, name="compiled")
     compiled.step([0, 0])
     for row in range(2):
         compiled.load(row, None)

@@ -232,7 +232,7 @@ def test_positions_far_from_zero_lie_in_their_slots():
 def test_size_and_type_of_a_buffer():
     model = small_model(layers=3, dtype=torch.float32)
     buffer = model.backbone.init_buffer(2, 7)
-    assert (buffer.batch_size, buffer.slots, buffer.window) == (2, 7, None)
+    assert (buffer.batch_size, buffer.capacity, buffer.window) == (2, 7, None)
     assert buffer.nbytes == 2 * 3 * 2 * 7 * 12 * 4
     assert [(store.shape, store.dtype) for store in chain(*buffer.layers)] == [((2, 7, 3, 4), torch.float32)] * 6
     assert small_model(window=5).backbone.init_buffer(1, 5).window == 5
@@ -255,11 +255,11 @@ def test_bad_buffers_say_what_is_wrong():
     cache = streamed(model, random_tokens(length=6))[1].cache
     one, narrow = cache.select(torch.tensor([0])), streamed(windowed, random_tokens(batch=1, length=6), 3)[1].cache
     cases = [
-        (lambda: KVBuffer.empty(0, 4, 1, 1, 2, None, like), "buffer of 0 rows and 4 slots"),
-        (lambda: model.backbone.init_buffer(1, 0), "1 rows and 0 slots .* at least 1 of each"),
+        (lambda: KVBuffer.empty(0, 4, 1, 1, 2, None, like), "buffer of 0 rows and capacity 4"),
+        (lambda: model.backbone.init_buffer(1, 0), "1 rows and capacity 0 .* at least 1 of each"),
         (lambda: model.backbone.init_buffer(1, 9).load(0, cache), "2 rows was given for one row; select one"),
-        (lambda: model.backbone.init_buffer(1, 5).load(0, one), "6 positions .* room for 5; .* larger capacity"),
-        (lambda: windowed.backbone.init_buffer(1, 2).load(0, narrow), "3 positions .* room for 2"),
+        (lambda: model.backbone.init_buffer(1, 5).load(0, one), "6 positions .* capacity is 5; .* larger capacity"),
+        (lambda: windowed.backbone.init_buffer(1, 2).load(0, narrow), "3 positions .* capacity is 2"),
     ]
     for call, sentence in cases:
         with pytest.raises(ContextReadyError, match=sentence):

@@ -8,7 +8,7 @@ from helpers import KINDS, SILENT_AT_START, gap, random_tokens, small_config, sm
 
 from contextready import ContextReady, ContextReadyError, build_correction, build_model, unroll
 from contextready.model.context_ready import shift_right
-from contextready.model.transformer import attention_plan
+from contextready.model.attention import Attend
 
 TOLERANCE = 1e-10
 
@@ -39,8 +39,9 @@ def test_exactly_the_first_positions_match_after_K_passes(kind):
 def test_first_pass_has_no_correction_even_at_position_zero():
     model = small_model()
     tokens = random_tokens()
-    assert gap(model(tokens, 1), model.backbone(tokens)) == 0.0
-    assert gap(model(tokens, 2)[:, :1], model.backbone(tokens)[:, :1]) > 1e-3
+    plain = ContextReady(model.backbone)(tokens)
+    assert gap(model(tokens, 1), plain) == 0.0
+    assert gap(model(tokens, 2)[:, :1], plain[:, :1]) > 1e-3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,14 +88,15 @@ def test_a_row_does_not_depend_on_its_neighbours(window):
 @pytest.mark.parametrize("kind", ["add", "concat", "blind"])
 def test_zero_initialised_conversion_changes_nothing_and_learns(kind, window):
     base = small_model(correction=None, window=window)
-    model = ContextReady(copy.deepcopy(base), build_correction(kind, base, init="zero"))
+    backbone = copy.deepcopy(base.backbone)
+    model = ContextReady(backbone, build_correction(kind, backbone, init="zero"))
     tokens = random_tokens()
     for K in (1, 2, 5):
         assert gap(model(tokens, K), base(tokens)) == 0.0
-    state, cache = model.init_state(2), base.init_cache(2)
+    state, plain = model.init_state(2), base.init_state(2)
     for t in range(tokens.shape[1]):
         logits, state = model.stream(tokens[:, t : t + 1], state)
-        expected, cache = base.stream(tokens[:, t : t + 1], cache)
+        expected, plain = base.stream(tokens[:, t : t + 1], plain)
         assert gap(logits, expected) == 0.0
 
     model(tokens, 2).square().mean().backward()
@@ -105,7 +107,7 @@ def test_zero_initialised_conversion_changes_nothing_and_learns(kind, window):
 
 def test_correction_takes_the_dtype_of_its_backbone():
     base = small_model(correction=None, dtype=torch.float64)
-    assert {p.dtype for p in build_correction("add", base).parameters()} == {torch.float64}
+    assert {p.dtype for p in build_correction("add", base.backbone).parameters()} == {torch.float64}
 
 
 def test_tied_correction_shares_the_last_block_and_is_saved_once():
@@ -132,15 +134,15 @@ def test_dropout_is_redrawn_at_every_pass_and_off_in_evaluation():
 
 
 def test_dropout_sits_at_the_input_and_at_the_end_of_every_branch():
-    model = small_model(correction=None, layers=1, extra_ffn=True, dropout=0.5).train()
+    model = small_model(correction=None, layers=1, extra_ffn=True, dropout=0.5).train().backbone
     block, x = model.layers[0], torch.ones(1, 40, 12, dtype=torch.float64)
     torch.manual_seed(0)
     z, _ = model.blocks(x)
     torch.manual_seed(0)
     masks = [torch.nn.functional.dropout(torch.ones_like(x), 0.5) for _ in range(4)]
-    plan = attention_plan(model.config, x, 0, 0)
+    attend = Attend(model.config, x)
     h = x * masks[0]
-    h = h + masks[1] * block.attn(block.attn_norm(h), plan, None)[0]
+    h = h + masks[1] * block.attn(block.attn_norm(h), attend, 0)
     h = h + masks[2] * block.ffn(block.ffn_norm(h))
     h = h + masks[3] * model.extra_ffn(model.extra_norm(h))
     assert gap(z, h) < 1e-12
@@ -219,11 +221,12 @@ def test_initialisation_is_seeded_and_differs_by_choice():
 def test_bad_calls_say_what_is_wrong():
     model, other = small_model(), small_model(layers=1)
     tokens = random_tokens()
+    e = model.backbone.embed(tokens)
     cases = [
         (lambda: model(tokens, 0), "passes=0"),
         (lambda: model(tokens, 2.5), "passes=2.5"),
         (lambda: model(tokens, 2.0), "passes=2.0"),
-        (lambda: model(tokens, None), "passes=None"),
+        (lambda: model(tokens, None), "Give passes, the K of the unroll"),
         (lambda: model(tokens.to("meta"), 2), "tokens are on meta and the model on cpu"),
         (lambda: model.backbone.init_cache(2, history=-2), "history -2"),
         (lambda: model(tokens + 23, 2), "out of range; this model knows the ids 0 to 22"),
@@ -248,11 +251,11 @@ def test_bad_calls_say_what_is_wrong():
         (lambda: model.stream(tokens, None), "not a state"),
         (lambda: model.stream(tokens, model.backbone.init_cache(2)), "not a state"),
         (lambda: model.stream(tokens, small_model().to("meta").init_state(2)), "on meta; this one: .* on cpu"),
-        (lambda: model.backbone.stream(tokens, model.init_state(2)), "not a cache of this kind"),
-        (lambda: model.backbone.stream(tokens, None), "not a cache of this kind"),
+        (lambda: model.backbone.blocks(e, model.init_state(2)), "not a cache of this kind"),
+        (lambda: model.backbone.blocks(e, []), "not a cache of this kind"),
         (lambda: ContextReady(small_model(width=24).backbone, model.correction), "made for another backbone"),
         (lambda: ContextReady(other.backbone, build_correction("tied", model.backbone)), "made for another backbone"),
-        (lambda: model.backbone.stream(tokens, model.backbone.init_cache(5)), "5 rows and 2 were given"),
+        (lambda: model.backbone.blocks(e, model.backbone.init_cache(5)), "5 rows and 2 were given"),
         (lambda: build_correction("ad", model.backbone), "did you mean 'add'"),
         (lambda: build_correction("add", model.backbone, init="ones"), "random, zero"),
     ]

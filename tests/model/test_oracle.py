@@ -16,8 +16,8 @@ def test_transformer(layers, window, extra_ffn, bias):
     tokens = random_tokens()
     expected = per_row(reference.transformer, model, tokens)
     assert gap(model(tokens), expected) < TOLERANCE
-    logits, cache = model.stream(tokens[:, :4], model.init_cache(2))
-    more, _ = model.stream(tokens[:, 4:], cache)
+    logits, state = model.stream(tokens[:, :4], model.init_state(2))
+    more, _ = model.stream(tokens[:, 4:], state)
     assert gap(logits, expected[:, :4]) < TOLERANCE
     assert gap(more, expected[:, 4:]) < TOLERANCE
 

@@ -1,26 +1,28 @@
 """The backbone: its three functions, its window, its configuration."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import gap, random_tokens, small_config, small_model
 
 from contextready import ContextReadyError, Transformer, TransformerConfig
-from contextready.analysis.bounds import receptive_field
+from contextready.measure.bounds import receptive_field
 
 
 def test_three_functions_make_the_model():
     model = small_model(correction=None)
-    tokens = random_tokens()
-    z, cache = model.blocks(model.embed(tokens))
+    backbone, tokens = model.backbone, random_tokens()
+    z, cache = backbone.blocks(backbone.embed(tokens))
     assert cache is None
-    assert torch.equal(model.head(z), model(tokens))
+    assert torch.equal(backbone.head(z), model(tokens))
 
 
 @pytest.mark.parametrize("window", [1, 2, 5])
 @pytest.mark.parametrize("layers", [1, 3])
 def test_window_counts_the_token_itself(layers, window):
     """Position t is a function of positions t - N (W - 1) … t, of every one of them and of no other."""
-    model = small_model(correction=None, layers=layers, window=window)
+    model = small_model(correction=None, layers=layers, window=window).backbone
     x = model.embed(random_tokens(batch=1, length=16)).detach().requires_grad_()
     model.blocks(x)[0][0, -1].sum().backward()
     seen = (x.grad[0].abs().sum(dim=-1) > 0).tolist()
@@ -37,9 +39,9 @@ def test_long_positions_keep_their_angles():
     """Rotary attention depends on distances only, so a late start must give what an early one gives."""
     model = small_model(correction=None, window=4, dtype=torch.float32)
     tokens = random_tokens(length=8)
-    cache = model.init_cache(2)
-    late = type(cache)(cache.layers, position=1_000_000, window=4, keep=cache.keep)
-    assert gap(model.stream(tokens, cache)[0], model.stream(tokens, late)[0]) < 2e-5
+    early = model.init_state(2)
+    late = replace(early, cache=replace(early.cache, position=1_000_000))
+    assert gap(model.stream(tokens, early)[0], model.stream(tokens, late)[0]) < 2e-5
 
 
 def test_untied_head_and_no_hidden_parameters():

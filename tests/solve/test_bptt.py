@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from helpers import KINDS, random_tokens, small_model
 
 from contextready import ContextReady, Transformer
-from contextready.model.correction import Add
-from contextready.solve.bptt import Stream
-from contextready.solve.bptt_parts import CHUNK
+from contextready.model.correction_module import CorrectionModule
+from contextready.solve.bptt import DifferentiableStream
+from contextready.solve.bptt_parts import KEY_BLOCK
 from contextready.train.objective import Objective
 
-LONG = 2 * CHUNK + 5
+LONG = 2 * KEY_BLOCK + 5
 
 
 def embeddings(batch=2, length=7, width=12, seed=1):
@@ -52,7 +52,7 @@ def assert_same(found, expected, tolerance=1e-10):
 
 
 def check(model, e, stream=None, seed=None):
-    assert_same(outcome(stream or Stream(model), model, e, seed), outcome(plain(model), model, e, seed))
+    assert_same(outcome(stream or DifferentiableStream(model), model, e, seed), outcome(plain(model), model, e, seed))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,13 +65,13 @@ def test_the_gradient_is_that_of_the_stream(kind, layers, window, bias, extra_ff
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("window", [None, CHUNK // 3, CHUNK, CHUNK + 9])
+@pytest.mark.parametrize("window", [None, KEY_BLOCK // 3, KEY_BLOCK, KEY_BLOCK + 9])
 def test_it_is_that_of_sequences_longer_than_a_chunk(kind, window):
     check(small_model(correction=kind, window=window, gain=0.5), embeddings(length=LONG))
 
 
-@pytest.mark.parametrize("length", [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK])
-@pytest.mark.parametrize("window", [None, 1, CHUNK - 1, CHUNK + 1])
+@pytest.mark.parametrize("length", [KEY_BLOCK - 1, KEY_BLOCK, KEY_BLOCK + 1, 2 * KEY_BLOCK])
+@pytest.mark.parametrize("window", [None, 1, KEY_BLOCK - 1, KEY_BLOCK + 1])
 def test_it_is_that_of_lengths_and_windows_around_a_chunk(length, window):
     check(small_model(layers=1, window=window, gain=0.5), embeddings(length=length))
 
@@ -91,7 +91,7 @@ def test_it_is_that_of_any_number_and_size_of_heads(width, heads):
 
 def test_it_is_that_of_numerical_differentiation():
     model, e, toward = small_model(bias=True), embeddings(), embeddings(seed=8)
-    stream, step = Stream(model), 1e-6
+    stream, step = DifferentiableStream(model), 1e-6
     found = torch.autograd.grad(stream(e.requires_grad_()).square().sum(), e)[0].mul(toward).sum()
     with torch.no_grad():
         ahead, behind = (stream(e + sign * step * toward).square().sum() for sign in (1, -1))
@@ -104,7 +104,7 @@ def test_no_place_is_read_before_it_is_written():
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(3).isnan().all()
-        for window in (None, 3, CHUNK + 9):
+        for window in (None, 3, KEY_BLOCK + 9):
             check(small_model(window=window, gain=0.5), embeddings(length=LONG))
     finally:
         torch.use_deterministic_algorithms(before)
@@ -113,7 +113,7 @@ def test_no_place_is_read_before_it_is_written():
 def test_it_holds_in_single_precision():
     model = small_model(dtype=torch.float32, gain=0.5)
     e = embeddings(length=LONG).float()
-    z, found = outcome(Stream(model), model, e)
+    z, found = outcome(DifferentiableStream(model), model, e)
     assert z.dtype == found["e"].dtype == torch.float32
     assert_same((z, found), outcome(plain(model), model, e), 1e-4)
 
@@ -121,7 +121,7 @@ def test_it_holds_in_single_precision():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_second_call_uses_the_buffers_again_and_the_weights_of_now(kind):
     model = small_model(correction=kind, window=5, bias=True)
-    stream, first, second = Stream(model), embeddings(), embeddings(seed=7)
+    stream, first, second = DifferentiableStream(model), embeddings(), embeddings(seed=7)
     check(model, first, stream)
     tape, optimizer = stream._free, torch.optim.SGD(model.parameters(), lr=0.05)
     z = stream(first)
@@ -132,13 +132,13 @@ def test_a_second_call_uses_the_buffers_again_and_the_weights_of_now(kind):
     assert stream._free is tape is not None
     assert torch.equal(z, kept)
     assert_same(found, outcome(plain(model), model, second))
-    assert_same(found, outcome(Stream(model), model, second), 0.0)
+    assert_same(found, outcome(DifferentiableStream(model), model, second), 0.0)
 
 
 @pytest.mark.parametrize("shape", [(1, 7), (3, 1), (1, 1)])
 def test_what_one_row_or_one_token_gave_is_not_overwritten(shape):
     model = small_model()
-    stream = Stream(model)
+    stream = DifferentiableStream(model)
     z = stream(embeddings(*shape))
     kept = z.detach().clone()
     z.sum().backward()
@@ -148,14 +148,14 @@ def test_what_one_row_or_one_token_gave_is_not_overwritten(shape):
 
 def test_another_shape_after_that_is_right():
     model = small_model(window=4)
-    stream = Stream(model)
-    for batch, length in ((2, 7), (3, 7), (2, 7), (2, CHUNK + 3), (1, 1), (2, 7)):
+    stream = DifferentiableStream(model)
+    for batch, length in ((2, 7), (3, 7), (2, 7), (2, KEY_BLOCK + 3), (1, 1), (2, 7)):
         check(model, embeddings(batch, length), stream)
 
 
 def test_another_type_after_that_is_right():
     model = small_model()
-    stream = Stream(model)
+    stream = DifferentiableStream(model)
     check(model, embeddings(), stream)
     model.float()
     found = outcome(stream, model, embeddings().float())
@@ -165,7 +165,7 @@ def test_another_type_after_that_is_right():
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_forwards_before_their_backwards(order):
     model = small_model()
-    stream, inputs = Stream(model), [embeddings(seed=seed).requires_grad_() for seed in (1, 7)]
+    stream, inputs = DifferentiableStream(model), [embeddings(seed=seed).requires_grad_() for seed in (1, 7)]
     check(model, embeddings(seed=3), stream)
     outputs = [stream(e) for e in inputs]
     for i in order:
@@ -179,14 +179,14 @@ def test_one_loss_of_two_streams_adds_their_gradients():
     a, b = embeddings(seed=1), embeddings(seed=7)
     found, expected = (
         torch.autograd.grad((read(a) * read(b)).sum(), model.correction.ffn.up.weight)[0]
-        for read in (Stream(model), plain(model))
+        for read in (DifferentiableStream(model), plain(model))
     )
     assert (found - expected).norm() <= 1e-10 * expected.norm()
 
 
 def test_a_second_backward_is_refused():
     model = small_model()
-    loss = Stream(model)(embeddings()).sum()
+    loss = DifferentiableStream(model)(embeddings()).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="read it again"):
         loss.backward()
@@ -194,7 +194,7 @@ def test_a_second_backward_is_refused():
 
 def test_a_forward_without_a_gradient_leaves_the_next_as_it_should_be():
     model = small_model(dropout=0.3).train()
-    stream, e = Stream(model), embeddings()
+    stream, e = DifferentiableStream(model), embeddings()
     with torch.no_grad():
         assert not stream(e).requires_grad
     with torch.inference_mode():
@@ -208,7 +208,7 @@ def test_frozen_weights_get_no_gradient_and_the_others_theirs():
     expected = outcome(plain(model), model, embeddings())[1]
     model.backbone.layers[0].requires_grad_(False)
     e = embeddings()
-    z = Stream(model)(e)
+    z = DifferentiableStream(model)(e)
     (z * embeddings(*z.shape, seed=2) + z.square() * embeddings(*z.shape, seed=2).flip(1)).sum().backward()
     assert e.grad is None
     for name, p in model.named_parameters():
@@ -223,7 +223,7 @@ def test_frozen_weights_get_no_gradient_and_the_others_theirs():
 def test_dropout_draws_the_masks_of_the_stream(kind, extra_ffn):
     """One position at a time both draw the same masks in the same order."""
     model = small_model(correction=kind, dropout=0.4, window=5, extra_ffn=extra_ffn).train()
-    stream, e = Stream(model), embeddings()
+    stream, e = DifferentiableStream(model), embeddings()
     for seed in (3, 4):
         check(model, e, stream, seed)
     (one, _), (other, _) = (outcome(stream, model, e, seed) for seed in (3, 4))
@@ -232,7 +232,7 @@ def test_dropout_draws_the_masks_of_the_stream(kind, extra_ffn):
 
 def test_evaluation_does_not_drop_out_and_training_does_again():
     model = small_model(dropout=0.4)
-    stream, e = Stream(model), embeddings()
+    stream, e = DifferentiableStream(model), embeddings()
     for training in (True, False, True):
         model.train(training)
         check(model, e, stream, seed=3)
@@ -265,13 +265,13 @@ class Delegating:
 @pytest.mark.parametrize("kind", ["add", "concat", "blind", "memoryless", "block_head"])
 def test_another_backbone_goes_through_autograd(kind):
     model, e = small_model(correction=kind), embeddings()
-    stream = Stream(ContextReady(Delegating(model.backbone), model.correction))
-    assert_same(outcome(stream, model, e), outcome(Stream(model), model, e))
+    stream = DifferentiableStream(ContextReady(Delegating(model.backbone), model.correction))
+    assert_same(outcome(stream, model, e), outcome(DifferentiableStream(model), model, e))
     assert stream._free is None
 
 
 def test_another_correction_goes_through_autograd():
-    class Louder(Add):
+    class Louder(CorrectionModule):
         def forward(self, carried_BTC, e_BTC):
             return 2.0 * super().forward(carried_BTC, e_BTC)
 
@@ -293,7 +293,7 @@ def test_a_backbone_with_blocks_of_its_own_goes_through_autograd():
 
 def test_another_rate_of_dropout_is_seen():
     model = small_model(dropout=0.4).train()
-    stream, e = Stream(model), embeddings()
+    stream, e = DifferentiableStream(model), embeddings()
     check(model, e, stream, seed=3)
     for part in model.modules():
         if isinstance(part, torch.nn.Dropout):
@@ -304,7 +304,7 @@ def test_another_rate_of_dropout_is_seen():
 def test_weights_changed_between_forward_and_backward_are_refused():
     """As autograd refuses them: the gradient would be of no function."""
     model = small_model()
-    z = Stream(model)(embeddings())
+    z = DifferentiableStream(model)(embeddings())
     with torch.no_grad():
         model.correction.ffn.down.weight.mul_(2.0)
     with pytest.raises(RuntimeError):

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from helpers import contractive_model, random_tokens, small_model
 
 from contextready import ContextReadyError
+from contextready.model.correction import CORRECTIONS
+from contextready.runs.config import TrainConfig
 from contextready.solve.gradients import continued, settle
-from contextready.train.config import TrainConfig
 from contextready.train.objective import Objective
 
 T = 7
@@ -36,7 +37,7 @@ def distance(one, other):
     return sum(float((one[n] - other[n]).square().sum()) for n in one) ** 0.5 / size
 
 
-@pytest.mark.parametrize("kind", ["add", "concat", "blind", "memoryless", "block_head", "tied"])
+@pytest.mark.parametrize("kind", list(CORRECTIONS))
 @pytest.mark.parametrize(("layers", "window"), [(1, None), (2, 3)])
 def test_the_implicit_gradient_is_that_of_the_stream(kind, layers, window):
     """Also without contraction: the fixed point is exact after T + 1 passes, and the adjoint after T steps."""

@@ -5,17 +5,17 @@ from math import ceil, inf, isnan, nan
 import pytest
 import torch
 from helpers import contractive_model, gap, random_tokens, small_model
-from prefill_helpers import STEP, assert_same_state, read, settling_model
+from prefill_helpers import STEP, assert_same_state, chunk_of, largest_error, read, settling_model, state_after
 
 from contextready.solve.prefill import FEWEST_SEGMENTS, SHORTEST_SEGMENT, WIDTH, prefill, segment_length
-from contextready.solve.report import estimated_error
-from contextready.solve.sweep import Chunk, as_many_as_alone, largest_norm, solve_by_sweeps, sweeps_left
+from contextready.solve.reading import estimated_error
+from contextready.solve.sweep import break_even_sweeps, solve_by_sweeps, sweeps_left
 
 
 @pytest.fixture(autouse=True)
 def _known_hardware(monkeypatch):
     """What is cheaper does not depend on how busy this machine is; here sweeps pay while they settle at all."""
-    monkeypatch.setattr("contextready.solve.prefill.free_rows", lambda model: 1000.0)
+    monkeypatch.setattr("contextready.solve.prefill.free_tokens", lambda model: 1000.0)
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -27,17 +27,17 @@ def test_m_sweeps_make_the_first_m_segments_exact_and_no_more(window):
             state = read(model, tokens[:, :before])[1] if before else model.init_state(2)
             e = model.backbone.embed(tokens)
             z, _ = model.read(e, state)
-            chunk = Chunk(model, e, state)
+            chunk = chunk_of(model, e, state)
             chunk.plain_pass()
-            assert gap(chunk.z_BTC, next(model.passes(e, state)).z_BTC) < 1e-10
+            assert gap(chunk.z_BTC, next(model.passes(e, state.cache, state.z_prev_B1C)).z_BTC) < 1e-10
             for m in range(1, 7):
                 old = chunk.z_BTC.clone()
                 change = chunk.sweep(m - 1, STEP)
-                assert change == pytest.approx(largest_norm(chunk.z_BTC - old) / largest_norm(chunk.z_BTC))
+                assert change == pytest.approx(largest_error(old, chunk.z_BTC))
                 wrong_T = (chunk.z_BTC - z).abs().amax(dim=(0, 2))
                 assert wrong_T[: m * STEP].max() < 1e-9
                 assert m == 6 or wrong_T[m * STEP :].min() > 1e-6
-            assert_same_state(model, chunk.solved(), model.read(e, state)[1], 1e-9)
+            assert_same_state(model, state_after(chunk, state), model.read(e, state)[1], 1e-9)
 
 
 @pytest.mark.parametrize("segment", [3, 4, 24])
@@ -52,15 +52,17 @@ def test_as_many_sweeps_as_segments_are_the_stream(monkeypatch, segment):
     monkeypatch.setattr(model, "recur", counted)
     with torch.inference_mode():
         e = model.backbone.embed(tokens)
-        found = solve_by_sweeps(model, e, model.init_state(2), 0.0, segment, inf)
+        state = model.init_state(2)
+        chunk = chunk_of(model, e, state)
+        found = solve_by_sweeps(chunk, 0.0, segment, inf)
     segments = 24 // segment
     assert (found.exact, found.alone_from, len(found.changes)) == (True, None, segments)
     assert found.runs == tuple((m * segment, 24) for m in range(segments))
     # The plain pass, then steps that leave out what is exact already.
     assert widths == [24] + [segments - m for m in range(segments) for _ in range(segment)]
     z, expected = read(model, tokens)
-    assert gap(found.z_BTC, z) < 1e-9
-    assert_same_state(model, found.state, expected, 1e-9)
+    assert gap(chunk.z_BTC, z) < 1e-9
+    assert_same_state(model, state_after(chunk, state), expected, 1e-9)
 
 
 def test_a_contracting_model_stops_at_the_first_sweep_within_the_tolerance():
@@ -70,10 +72,11 @@ def test_a_contracting_model_stops_at_the_first_sweep_within_the_tolerance():
     with torch.inference_mode():
         e = model.backbone.embed(tokens)
         for tolerance in (1e-2, 1e-5):
-            found = solve_by_sweeps(model, e, model.init_state(2), tolerance, 8, 8.0)
+            chunk = chunk_of(model, e, model.init_state(2))
+            found = solve_by_sweeps(chunk, tolerance, 8, 8.0)
             assert estimated_error(found.changes) <= tolerance < estimated_error(found.changes[:-1])
             assert not found.exact
-            assert largest_norm(found.z_BTC - z) <= tolerance * largest_norm(z)
+            assert largest_error(chunk.z_BTC, z) <= tolerance
             info = prefill(model, tokens, segment=8, tolerance=tolerance).info
             assert info.certificate == estimated_error(found.changes)
             assert info.passes < 8
@@ -134,13 +137,13 @@ def test_the_sweeps_left_follow_from_the_last_two_changes():
 
 def test_as_many_sweeps_as_take_the_time_of_reading_alone():
     for rows in (1.0, 4.0, 100.0):
-        found = [as_many_as_alone(segments, rows) for segments in range(1, 200)]
+        found = [break_even_sweeps(segments, rows) for segments in range(1, 200)]
         assert found == sorted(found)
         assert found[0] == pytest.approx(1.0)
         assert all(1.0 <= some <= min(segments, rows + 1) + 1e-9 for segments, some in enumerate(found, 1))
         # A sweep of L steps, s wide, against s · L steps of one: L drops out.
         assert found[9] * (1 + 10 / rows) == pytest.approx(10 * (1 + 1 / rows))
-    assert as_many_as_alone(12, inf) == 12
+    assert break_even_sweeps(12, inf) == 12
 
 
 def test_the_error_is_estimated_from_the_last_two_changes():

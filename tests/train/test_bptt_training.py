@@ -12,17 +12,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from train_helpers import kept_steps, metrics, recipe_file, run, sums, tiny, trainer, words
 
 from contextready import ContextReadyError, account, build_model
-from contextready.analysis.evaluate import evaluate_checkpoint
-from contextready.analysis.perplexity import sequential_score
-from contextready.cli import main
-from contextready.data.batches import Windows
+from contextready.cli.display import ConsoleDisplay
+from contextready.cli.main import main
+from contextready.data.batches import Sequences
 from contextready.data.shards import Data
-from contextready.train.checkpoint import open_checkpoint, step_folder
-from contextready.train.config import TrainConfig, build_run
+from contextready.evaluate.evaluate import evaluate_checkpoint
+from contextready.measure.perplexity import sequential_score
+from contextready.model.correction import CORRECTIONS
+from contextready.runs.checkpoint import open_checkpoint, step_folder
+from contextready.runs.config import TrainConfig, build_run
+from contextready.runs.metrics import read_metrics
+from contextready.runs.recipes import resolve
 from contextready.train.cost import sequence_macs
-from contextready.train.display import ConsoleDisplay
-from contextready.train.metrics import read_metrics
-from contextready.train.recipes import resolve
 from contextready.train.schedule import passes_of_step
 from contextready.train.trainer import train
 
@@ -37,17 +38,17 @@ def trained(data, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("said", [{}, {"passes": 7, "k_min": 3}, {"passes": 2, "k_min": 5}, {"k_min": None}])
+@pytest.mark.parametrize("said", [{}, {"passes": 7, "min_passes": 3}, {"passes": 2, "min_passes": 5}, {"min_passes": None}])
 def test_a_stream_has_no_passes_whatever_the_recipe_says(said):
     shape = {"vocab_size": 30, "width": 8, "layers": 1, "heads": 2, "correction": "add", "data": "d", "out": "o"}
     t = build_run(shape | BPTT | said).train
-    assert (t.gradient, t.passes, t.k_min) == ("bptt", None, None)
+    assert (t.gradient, t.passes, t.min_passes) == ("bptt", None, None)
     assert passes_of_step(t, 3) is None
 
 
 def test_a_recipe_becomes_a_stream(data):
     t = resolve("mini-d1", [f"data={data}", "gradient=bptt"]).train
-    assert (t.passes, t.k_min, t.steps) == (None, None, 2000)
+    assert (t.passes, t.min_passes, t.steps) == (None, None, 2000)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_its_records_have_no_passes_and_no_residual(trained):
 def test_validation_is_sequential(data, trained):
     validations = {r["step"]: r["val_loss"] for r in read_metrics(trained) if "val_loss" in r}
     assert sorted(validations) == [0, 20, 40, 60]
-    windows = Windows(Data(data).row("val"), 16, "validation")
+    windows = Sequences(Data(data).tokens("val"), 16, "validation")
     for step in (20, 40, 60):
         model = open_checkpoint(step_folder(trained, step)).model().eval()
         assert validations[step] == pytest.approx(sequential_score(model, windows, 256 // 16).loss, rel=1e-6)
@@ -181,7 +182,7 @@ def test_the_refusal_names_the_setting_that_helps(data, tmp_path, before, after)
 
 def test_eval_works_on_its_checkpoint(data, trained, capsys):
     found = evaluate_checkpoint(open_checkpoint(trained), Data(data), torch.device("cpu"))
-    windows = Windows(Data(data).row("val"), 16)
+    windows = Sequences(Data(data).tokens("val"), 16)
     model = open_checkpoint(trained).model().eval()
     assert found.sequential.loss == pytest.approx(sequential_score(model, windows).loss, rel=1e-6)
     assert (found.rate_corrections, sorted(found.parallel)) == (5, [1, 2, 3, 5, 10])
@@ -191,7 +192,7 @@ def test_eval_works_on_its_checkpoint(data, trained, capsys):
     assert json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("correction", ["add", "concat", "blind", "memoryless", "block_head", "tied"])
+@pytest.mark.parametrize("correction", list(CORRECTIONS))
 @pytest.mark.parametrize("changes", [{}, {"window": 2}, {"extra_ffn": True, "layers": 1}])
 def test_multiply_accumulates_of_a_step_are_what_pytorch_counts(correction, changes):
     T = 4
@@ -210,7 +211,7 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(data, tmp_path, capsys):
     assert main(["train", recipe_file(tmp_path), *told, "--dry-run"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert not (tmp_path / "run").exists()
-    assert (plan["train"]["gradient"], plan["train"]["passes"], plan["train"]["k_min"]) == ("bptt", None, None)
+    assert (plan["train"]["gradient"], plan["train"]["passes"], plan["train"]["min_passes"]) == ("bptt", None, None)
     cost = account(tiny(data, tmp_path / "run", **BPTT).model)
     # One pass of the blocks, a correction for every token, one head; a backward costs two forwards.
     each = 3 * 4 * (cost.macs_sequence(16, 1) + 16 * cost.macs_correction)

@@ -6,7 +6,7 @@ from helpers import random_tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 from contextready import account, build_model
-from contextready.train.config import build_run
+from contextready.runs.config import build_run
 from contextready.train.cost import sequence_macs
 from contextready.train.objective import Objective
 

@@ -19,12 +19,12 @@ from helpers import contractive_model
 from train_helpers import kept_steps, recipe_file, run, words
 
 from contextready.analysis import perplexity
-from contextready.analysis.perplexity import Score, parallel_scores, sequential_score
-from contextready.cli import main
-from contextready.data.batches import Windows
-from contextready.data.shards import TokenRow
-from contextready.train.checkpoint import newest_checkpoint, open_checkpoint, unshard
-from contextready.train.metrics import read_metrics
+from contextready.cli.main import main
+from contextready.data.batches import Sequences
+from contextready.data.shards import TokenArray
+from contextready.measure.perplexity import Score, parallel_scores, sequential_score
+from contextready.runs.checkpoint import newest_checkpoint, open_checkpoint, unshard
+from contextready.runs.metrics import read_metrics
 
 SHORT = {"accumulate": 2, "steps": 8, "log_every": 1, "eval_every": 4, "save_every": 4, "keep": 9, "lr": 3e-3}
 GRADIENTS = {
@@ -264,7 +264,7 @@ T = 6
 
 def windows(count=5, vocab_size=23):
     ids = np.random.default_rng(3).integers(vocab_size, size=count * T + 1).astype("<u2")
-    return Windows(TokenRow([ids[:8], ids[8:]]), T)
+    return Sequences(TokenArray([ids[:8], ids[8:]]), T)
 
 
 @pytest.mark.parametrize("count", [None, 4])

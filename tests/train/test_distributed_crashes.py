@@ -20,15 +20,15 @@ from distributed_helpers import (
 )
 from train_helpers import kept_steps, metrics, recipe_file, sums, tiny, words
 
-from contextready.cli import main
+from contextready.cli.main import main
 from contextready.errors import ContextReadyError
-from contextready.train.checkpoint import newest_checkpoint, open_checkpoint, step_folder
-from contextready.train.config import check_for_team
+from contextready.runs.checkpoint import newest_checkpoint, open_checkpoint, step_folder
+from contextready.runs.config import check_for_team
 
 LONG = {"steps": 120, "log_every": 5, "eval_every": 40, "save_every": 10, "dropout": 0.1}
 BAD = {
-    "a K of 1": ({"k_min": 1}, "K=1 leaves the correction without a gradient"),
-    "one pass": ({"k_min": "none", "passes": 1}, "K=1 leaves the correction without a gradient"),
+    "a K of 1": ({"min_passes": 1}, "K=1 leaves the correction without a gradient"),
+    "one pass": ({"min_passes": "none", "passes": 1}, "K=1 leaves the correction without a gradient"),
     "an odd batch": ({"batch_size": 3}, "batch_size=3 cannot be shared by 2 processes; give a multiple of 2."),
 }
 

@@ -21,9 +21,9 @@ from train_helpers import (
     words,
 )
 
-from contextready.cli import main
+from contextready.cli.main import main
 from contextready.errors import ContextReadyError
-from contextready.train.checkpoint import newest_checkpoint, open_checkpoint
+from contextready.runs.checkpoint import newest_checkpoint, open_checkpoint
 
 LARGER = {"width": 96, "layers": 2, "lr": 1e-3, "save_every": 2, "eval_every": 50, "log_every": 5, "dropout": 0.1}
 """Large enough that a save takes a while."""

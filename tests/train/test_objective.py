@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from helpers import random_tokens, small_model
 
+from contextready.model.correction import CORRECTIONS
+from contextready.runs.config import build_run
 from contextready.solve.unroll import unroll
-from contextready.train.config import build_run
 from contextready.train.objective import Objective
 from contextready.train.schedule import learning_rate, passes_of_step
 
@@ -36,7 +37,7 @@ def gradients(model, objective, passes):
     return result, {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("correction", ["add", "concat", "blind", "memoryless", "block_head", "tied"])
+@pytest.mark.parametrize("correction", list(CORRECTIONS))
 @pytest.mark.parametrize("passes", [1, 2, 4])
 def test_the_loss_is_the_mean_cross_entropy_of_the_last_pass(correction, passes):
     model = small_model(correction=correction)
@@ -107,7 +108,7 @@ def test_the_residual_is_that_of_unroll_in_the_first_row(passes):
     inputs, targets = batch()
     measured = Objective(model)(inputs, targets, passes, measure=True).residual
     _, info = unroll(model, inputs[:1], passes)
-    assert measured == pytest.approx(info.relative_residuals[-1], rel=1e-9)
+    assert measured == pytest.approx(info.changes[-1], rel=1e-9)
     assert measured > 0
 
 
@@ -140,7 +141,7 @@ def test_the_cosine_falls_from_the_rate_to_its_part():
 
 
 def test_depths_depend_on_seed_and_step_only():
-    t = schedule_of(passes=6, k_min=2, seed=3)
+    t = schedule_of(passes=6, min_passes=2, seed=3)
     drawn = [passes_of_step(t, step) for step in range(200)]
     torch.manual_seed(1)
     assert [passes_of_step(replace(t, lr=9.0, steps=7, batch_size=2), step) for step in range(200)] == drawn
@@ -149,7 +150,7 @@ def test_depths_depend_on_seed_and_step_only():
 
 
 def test_depths_are_uniform_with_both_ends():
-    t = schedule_of(passes=5, k_min=2)
+    t = schedule_of(passes=5, min_passes=2)
     counts = Counter(passes_of_step(t, step) for step in range(8000))
     assert set(counts) == {2, 3, 4, 5}
     # Four values with 2,000 each expected; five standard deviations are 194.
@@ -157,5 +158,5 @@ def test_depths_are_uniform_with_both_ends():
 
 
 def test_a_fixed_depth_is_fixed():
-    assert {passes_of_step(schedule_of(passes=4, k_min=None), step) for step in range(50)} == {4}
-    assert {passes_of_step(schedule_of(passes=3, k_min=3), step) for step in range(50)} == {3}
+    assert {passes_of_step(schedule_of(passes=4, min_passes=None), step) for step in range(50)} == {4}
+    assert {passes_of_step(schedule_of(passes=3, min_passes=3), step) for step in range(50)} == {3}

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from contextready import ContextReadyError
-from contextready.cli import main
-from contextready.train.config import build_run
+from contextready.cli.main import main
+from contextready.runs.config import build_run
+from contextready.runs.recipes import recipe_names, resolve
 from contextready.train.plan import make_plan
-from contextready.train.recipes import recipe_names, resolve
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -21,7 +21,7 @@ HEAVY = {"width": 512, "heads": 4, "layers": 4, "vocab_size": 4096, "block_size"
 
 
 def plan_of(gpus=1, **settings):
-    base = MEDIUM | {"data": "-", "out": "-", "correction": "add", "passes": 5, "k_min": None, "precision": "fp32"}
+    base = MEDIUM | {"data": "-", "out": "-", "correction": "add", "passes": 5, "min_passes": None, "precision": "fp32"}
     return make_plan(build_run(base | settings), gpus)
 
 
@@ -55,7 +55,7 @@ import json, sys
 import torch
 from gradients import SMALL, status
 from contextready import build_model
-from contextready.train.config import build_run
+from contextready.runs.config import build_run
 from contextready.train.objective import Objective
 from contextready.train.team import joined
 from contextready.train.trainer import make_optimizer
@@ -100,7 +100,7 @@ def test_the_planned_memory_is_what_each_of_two_processes_takes(parallel, shape,
     done = subprocess.run([*words, parallel, json.dumps(size)], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     measured = int(done.stdout.split("grown")[1])
-    settings = size | {"passes": 3, "k_min": 2, "parallel": parallel}
+    settings = size | {"passes": 3, "min_passes": 2, "parallel": parallel}
     assert plan_of(gpus=2, **settings).total == pytest.approx(measured, rel=0.15)
 
 
@@ -174,7 +174,7 @@ def test_the_command_prints_all_of_it(capsys):
     [
         (["--gpus", "0"], "--gpus 0 is too few"),
         (["--gpus", "3"], "batch_size=64 cannot be shared by 3 processes"),
-        (["--gpus", "2", "passes=1", "k_min=none"], "K=1 leaves the correction without a gradient"),
+        (["--gpus", "2", "passes=1", "min_passes=none"], "K=1 leaves the correction without a gradient"),
         (["--utilisation", "0"], "is no speed"),
         (["gradient=implict"], "gradient=implict is unknown; did you mean 'implicit'?"),
         (["parallel=fdsp"], "parallel=fdsp is unknown; did you mean 'fsdp'?"),

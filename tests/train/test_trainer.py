@@ -20,23 +20,23 @@ from train_helpers import (
     words,
 )
 
-from contextready.cli import main
+from contextready.cli.display import ConsoleDisplay
+from contextready.cli.main import main
 from contextready.errors import ContextReadyError
-from contextready.train.checkpoint import open_checkpoint, step_folder
-from contextready.train.display import ConsoleDisplay
-from contextready.train.metrics import read_metrics
+from contextready.runs.checkpoint import open_checkpoint, step_folder
+from contextready.runs.metrics import read_metrics
 from contextready.train.schedule import passes_of_step
 from contextready.train.trainer import find_device, make_optimizer, multiplies_bf16, train
 
 VARIANTS = {
-    "context-ready": {"dropout": 0.2, "passes": 5, "k_min": 2},
+    "context-ready": {"dropout": 0.2, "passes": 5, "min_passes": 2},
     "transformer": {"correction": None, "dropout": 0.2},
     "accumulating": {"dropout": 0.2, "accumulate": 2},
-    "fixed K": {"k_min": None},
+    "fixed K": {"min_passes": None},
     "recomputing": {"dropout": 0.2, "checkpoint_passes": True},
     "implicit": {"dropout": 0.2, "gradient": "implicit", "adjoint_steps": 2},
     "truncated": {"dropout": 0.2, "gradient": "truncated", "accumulate": 2},
-    "shallow": {"k_min": 1, "passes": 2, "bias": True},
+    "shallow": {"min_passes": 1, "passes": 2, "bias": True},
     "tied, in bf16": {"correction": "tied", "precision": "bf16", "dropout": 0.2},
 }
 

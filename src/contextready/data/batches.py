@@ -4,39 +4,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contextready.data.shards import TokenRow
+from contextready.data.shards import TokenArray
 from contextready.errors import ContextReadyError
 
 ROUNDS = 4
 
 
-class Windows:
-    """The windows of T + 1 tokens that lie one after the other in a row, each token but the first a target once."""
+class Sequences:
+    """The sequences of T + 1 tokens that lie one after the other in a split, each token but the first a target once."""
 
-    def __init__(self, row: TokenRow, block_size: int, split: str = "train") -> None:
-        self.row, self.block_size = row, block_size
-        self.count = (len(row) - 1) // block_size
+    def __init__(self, tokens: TokenArray, block_size: int, split: str = "train") -> None:
+        self.tokens, self.block_size = tokens, block_size
+        self.count = (len(tokens) - 1) // block_size
         if self.count < 1:
             raise ContextReadyError(
-                f"block_size={block_size} is longer than the {split} data ({len(row):,} tokens); "
+                f"block_size={block_size} is longer than the {split} data ({len(tokens):,} tokens); "
                 "give a smaller block_size or more text."
             )
 
     def read(self, indices: np.ndarray, offset: int = 0) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (B, T) of these windows, all shifted by `offset` tokens."""
+        """Inputs and targets (B, T) of these sequences, all shifted by `offset` tokens."""
         T = self.block_size
-        rows = [self.row.read(int(i) * T + offset, T + 1) for i in indices]
+        rows = [self.tokens.read(int(i) * T + offset, T + 1) for i in indices]
         both_BT = torch.from_numpy(np.stack(rows).astype(np.int64))
         return both_BT[:, :-1], both_BT[:, 1:]
 
 
 class Batches:
-    """Endless shuffled training windows: every epoch visits each once, in its own order and at its own offset."""
+    """Endless shuffled training sequences: every epoch visits each once, in its own order and at its own offset."""
 
-    def __init__(self, row: TokenRow, block_size: int, seed: int) -> None:
-        self.windows, self.seed = Windows(row, block_size), seed
-        # Leaving out the last window makes room for an offset that differs from epoch to epoch.
-        self.per_epoch = max(1, self.windows.count - 1)
+    def __init__(self, tokens: TokenArray, block_size: int, seed: int) -> None:
+        self.sequences, self.seed = Sequences(tokens, block_size), seed
+        # Leaving out the last one makes room for an offset that differs from epoch to epoch.
+        self.per_epoch = max(1, self.sequences.count - 1)
 
     def read(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of the `count` sequences after the first `first` of the whole run."""
@@ -45,8 +45,10 @@ class Batches:
         for epoch in np.unique(numbers // self.per_epoch):
             places = numbers[numbers // self.per_epoch == epoch] % self.per_epoch
             seed = (self.seed, int(epoch))
-            offset = int(np.random.default_rng(seed).integers(self.windows.block_size)) if self.windows.count > 1 else 0
-            x_BT, y_BT = self.windows.read(shuffled(places, self.per_epoch, seed), offset)
+            offset = (
+                int(np.random.default_rng(seed).integers(self.sequences.block_size)) if self.sequences.count > 1 else 0
+            )
+            x_BT, y_BT = self.sequences.read(shuffled(places, self.per_epoch, seed), offset)
             inputs.append(x_BT)
             targets.append(y_BT)
         return torch.cat(inputs), torch.cat(targets)

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from contextready.data.tokenizer import END
-from contextready.errors import ContextReadyError
+from contextready.errors import ContextReadyError, nearest
 from contextready.extras import require
-from contextready.settings import nearest
 
 TEXT_PIECE = 1 << 14
 """A text file without end marks is cut at the first blank line after this many characters."""

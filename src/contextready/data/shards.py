@@ -1,4 +1,4 @@
-"""Prepared data: memory-mapped token shards with a manifest, read as one long row of ids.
+"""Prepared data: memory-mapped token shards with a manifest, read as one long array of ids.
 
 DATA/manifest.json         what was prepared, counts, sizes and SHA-256 of every file
 DATA/tokenizer.json        the tokenizer (absent for token files that came without one)
@@ -30,25 +30,25 @@ class ShardWriter:
         self.folder, self.split, self.dtype, self.shard_tokens = folder, split, dtype, shard_tokens
         self.tokens = self.documents = self.bytes = 0
         self.names: list[str] = []
-        self._room = 0
+        self._left = 0
         self._file: Any = None
 
     def add(self, ids: Sequence[int] | Ids, end_id: int, size: int) -> None:
         """Write one document of `size` bytes of text, and its end token."""
-        row = np.empty(len(ids) + 1, self.dtype)
-        row[:-1] = ids
-        row[-1] = end_id
+        document = np.empty(len(ids) + 1, self.dtype)
+        document[:-1] = ids
+        document[-1] = end_id
         self.documents += 1
         self.bytes += size
-        self.tokens += len(row)
-        while len(row):
-            if not self._room:
+        self.tokens += len(document)
+        while len(document):
+            if not self._left:
                 self.close()
                 self.names.append(f"{self.split}-{len(self.names):05d}.bin")
-                self._file, self._room = (self.folder / self.names[-1]).open("wb"), self.shard_tokens
-            part, row = row[: self._room], row[self._room :]
+                self._file, self._left = (self.folder / self.names[-1]).open("wb"), self.shard_tokens
+            part, document = document[: self._left], document[self._left :]
             self._file.write(part.tobytes())
-            self._room -= len(part)
+            self._left -= len(part)
 
     def close(self) -> None:
         """Finish the last shard."""
@@ -61,8 +61,8 @@ class ShardWriter:
         return {"tokens": self.tokens, "documents": self.documents, "bytes": self.bytes, "shards": self.names}
 
 
-class TokenRow:
-    """The shards of one split as one row of ids; only what is read is loaded."""
+class TokenArray:
+    """The shards of one split as one array of ids; only what is read is loaded."""
 
     def __init__(self, shards: Sequence[Ids]) -> None:
         self._shards = shards
@@ -132,11 +132,11 @@ class Data:
             )
         return tokenizer
 
-    def row(self, split: str) -> TokenRow:
+    def tokens(self, split: str) -> TokenArray:
         """All tokens of `train` or `val`."""
         if split not in SPLITS:
             raise ContextReadyError(f"There is no split '{split}'; choose train or val.")
-        return TokenRow([np.memmap(self.folder / name, self.dtype, "r") for name in self._shards(split)])
+        return TokenArray([np.memmap(self.folder / name, self.dtype, "r") for name in self._shards(split)])
 
     def bytes_per_token(self, split: str) -> float | None:
         """Bytes of text a token of this split stands for, on average, if the text is known."""

@@ -12,7 +12,7 @@ from contextready.errors import ContextReadyError
 
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-WINDOW = 1 << 22
+IDS_AT_ONCE = 1 << 22
 """How many ids are looked at in one go."""
 
 
@@ -29,8 +29,8 @@ def _nanogpt(path: Path, end_id: int) -> Iterator[tuple[Ids, int]]:
     """One row of little-endian uint16; documents lie between end tokens."""
     ids = _mapped(path, "<u2")
     start = 0
-    for first in range(0, len(ids), WINDOW):
-        for end in np.flatnonzero(ids[first : first + WINDOW] == end_id) + first:
+    for first in range(0, len(ids), IDS_AT_ONCE):
+        for end in np.flatnonzero(ids[first : first + IDS_AT_ONCE] == end_id) + first:
             yield ids[start:end], 2 * (int(end) + 1 - start)
             start = int(end) + 1
     yield ids[start:], 2 * (len(ids) - start)

@@ -13,7 +13,7 @@ from contextready.errors import ContextReadyError
 from contextready.hf.cache import Feed, as_dynamic
 from contextready.hf.structure import Structure, block_output
 from contextready.model.cache import KVCache
-from contextready.model.transformer import check_tokens
+from contextready.model.checks import check_tokens
 
 
 class HFBackbone(nn.Module):
@@ -51,18 +51,18 @@ class HFBackbone(nn.Module):
         e_BTC: Tensor = self.lm.get_input_embeddings()(tokens_BT)
         return e_BTC
 
-    def blocks(self, x_BTC: Tensor, cache: Feed | KVCache | None = None) -> tuple[Tensor, Any]:
+    def blocks(self, x_BTC: Tensor, past: Feed | KVCache | None = None) -> tuple[Tensor, Any]:
         """Run the D blocks: z (B, T, C), before the final norm, and the cache after it.
 
         A `KVCache` is a value and stays what it is; the cache of a `Feed` is written to, anew by every pass.
         """
         T = x_BTC.shape[1]
         arguments: dict[str, Any]
-        if isinstance(cache, Feed):
-            arguments = cache.begin()
-        elif cache is not None:
-            positions_1T = torch.arange(cache.position, cache.position + T, device=x_BTC.device)[None]
-            arguments = {"past_key_values": as_dynamic(cache), "use_cache": True, "position_ids": positions_1T}
+        if isinstance(past, Feed):
+            arguments = past.begin()
+        elif past is not None:
+            positions_1T = torch.arange(past.position, past.position + T, device=x_BTC.device)[None]
+            arguments = {"past_key_values": as_dynamic(past), "use_cache": True, "position_ids": positions_1T}
         else:
             arguments = {"use_cache": False}
         if not self._positions:
@@ -79,12 +79,12 @@ class HFBackbone(nn.Module):
                 "z lost its gradient inside the blocks, so the correction cannot learn; leave out what detaches them "
                 "(gradient_checkpointing_kwargs={'use_reentrant': False} is safe)."
             )
-        if isinstance(cache, Feed):
-            cache.outputs = outputs
-        elif cache is not None:
+        if isinstance(past, Feed):
+            past.outputs = outputs
+        elif past is not None:
             layers = arguments["past_key_values"].layers
-            return z_BTC, cache.advanced([(layer.keys, layer.values) for layer in layers], T)
-        return z_BTC, cache
+            return z_BTC, past.advanced([(layer.keys, layer.values) for layer in layers], T)
+        return z_BTC, past
 
     def head(self, z_BTC: Tensor) -> Tensor:
         """Predict: logits (B, T, V), by the model's own norm, projection and scaling."""

@@ -1,6 +1,5 @@
 """The package's own transformer at home in Hugging Face: its blocks and weights, their caches and masks."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +11,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from contextready.hf.configuration import BaseTransformerConfig
 from contextready.hf.saving import SavesItsCode
-from contextready.model.transformer import FFN, AttentionPlan, Transformer, turns
-
-ALL = 2**62
-"""Keys that may be seen: all that a cache returns; the mask hides what must not be."""
+from contextready.model.attention import KV, Attend
+from contextready.model.config import TransformerConfig
+from contextready.model.transformer import FFN, Transformer
 
 
 class BaseTransformerPreTrained(PreTrainedModel):  # type: ignore[misc]
@@ -73,15 +71,11 @@ class BaseTransformerModel(BaseTransformerPreTrained):
         mask_B1TS = mask_of(
             config=self.config,
             inputs_embeds=x_BTC,
-            attention_mask=_of_its_kind(attention_mask, self.config),
+            attention_mask=_mask_for_layers(attention_mask, self.config),
             past_key_values=past_key_values,
             position_ids=position_ids,
         )
-        cos_BTD, sin_BTD = turns(self.native.config, position_ids, x_BTC.dtype)
-        plan = AttentionPlan(cos_BTD, sin_BTD, mask_B1TS, mask_B1TS is None and x_BTC.shape[1] > 1, ALL)
-        layers = range(self.config.num_hidden_layers)
-        joins = [None if past_key_values is None else partial(past_key_values.update, layer_idx=i) for i in layers]
-        z_BTC, _ = self.native.run_layers(x_BTC, plan, joins)
+        z_BTC, _ = self.native.blocks(x_BTC, _HuggingFacePast(past_key_values, position_ids, mask_B1TS))
         return BaseModelOutputWithPast(self.native.final_norm(z_BTC), past_key_values)
 
 
@@ -143,6 +137,33 @@ class BaseTransformerForCausalLM(SavesItsCode, BaseTransformerPreTrained, Genera
         return CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=outputs.past_key_values)
 
 
-def _of_its_kind(attention_mask: Any, config: BaseTransformerConfig) -> Any:
+class _HuggingFacePast:
+    """A Hugging Face cache, or none, as something that the blocks can follow."""
+
+    def __init__(self, cache: Cache | None, positions_BT: Tensor, mask_B1TS: Tensor | None) -> None:
+        self.cache, self.positions_BT, self.mask_B1TS = cache, positions_BT, mask_B1TS
+
+    def attend(self, config: TransformerConfig, x_BTC: Tensor) -> "_HuggingFaceAttend":
+        """How the tokens attend."""
+        return _HuggingFaceAttend(config, x_BTC, self)
+
+
+class _HuggingFaceAttend(Attend):
+    """Attention over whatever a Hugging Face cache returns; the mask hides what must not be seen."""
+
+    def __init__(self, config: TransformerConfig, x_BTC: Tensor, past: _HuggingFacePast) -> None:
+        self.set_positions(config, past.positions_BT, x_BTC.dtype)
+        self.cache, self.mask = past.cache, past.mask_B1TS
+        self.causal = self.mask is None and x_BTC.shape[1] > 1
+
+    def join(self, layer: int, k_BHTE: Tensor, v_BHTE: Tensor) -> KV:
+        """The new keys and values after those of the cache, which keeps them."""
+        if self.cache is None:
+            return k_BHTE, v_BHTE
+        joined: KV = self.cache.update(k_BHTE, v_BHTE, layer)
+        return joined
+
+
+def _mask_for_layers(attention_mask: Any, config: BaseTransformerConfig) -> Any:
     """The mask for this model's layers, where generation made one for every kind."""
     return attention_mask[config.layer_types[0]] if isinstance(attention_mask, dict) else attention_mask

@@ -4,14 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-FORMS = {
-    "add": "corr_ffn(LN(z_{t-1} + e_t))",
-    "concat": "corr_ffn(LN([z_{t-1}; e_t]))",
-    "blind": "corr_ffn(LN(z_{t-1}))",
-    "memoryless": "corr_ffn(LN(e_t)), a control that sees no past",
-    "block_head": "z_{t-1} - x_{t-1}",
-    "tied": "FFN_D(LN(z_{t-1} + e_t)), the last block's own network",
-}
+from contextready.model.correction import find_correction
 
 
 def write_card(
@@ -32,7 +25,7 @@ def write_card(
             "A causal language model whose tokens enter its blocks already corrected by what the previous position's",
             "blocks gave out: generating left to right it is a recurrent network with a KV cache.",
             "",
-            f"    correction_t = {FORMS[correction]},   x_t = e_t + correction_t",
+            f"    correction_t = {find_correction(correction).formula},   x_t = e_t + correction_t",
         ]
     ours = config.model_type.startswith("contextready")
     lines += ["", "## Load it", "", "```python", *_loading(ours), "```", ""]

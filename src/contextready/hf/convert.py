@@ -13,13 +13,14 @@ from contextready.errors import ContextReadyError
 from contextready.files import staged_folder
 from contextready.hf.card import write_card
 from contextready.hf.finetune import cost
-from contextready.hf.load import is_pretrained, load_lm, load_tokenizer, quiet
+from contextready.hf.load import load_lm, load_tokenizer, quiet
 from contextready.hf.modeling import BaseTransformerForCausalLM, ContextReadyForCausalLM
 from contextready.hf.native import from_native, to_native
-from contextready.model.build import ModelConfig
-from contextready.model.context_ready import check_passes
-from contextready.model.correction import CORRECTIONS, check_correction
-from contextready.train.checkpoint import open_checkpoint
+from contextready.model.checks import check_passes
+from contextready.model.config import ModelConfig
+from contextready.model.correction import check_correction, find_correction
+from contextready.runs.checkpoint import open_checkpoint
+from contextready.runs.models import is_pretrained
 
 PROOF = 16
 """Tokens on which the converted model's logits are compared with the original's."""
@@ -47,7 +48,7 @@ def convert(
         raise ContextReadyError(f"{out} exists already; choose another folder.")
     check_passes(passes)
     check_correction(correction, "random")
-    if not CORRECTIONS[correction].has_output_layer:
+    if not find_correction(correction).parts.has_network:
         raise ContextReadyError(
             f"correction={correction} has no output layer of its own, so it cannot start at zero and would change the "
             "model; choose add, concat or blind."

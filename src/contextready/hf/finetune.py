@@ -11,12 +11,12 @@ from contextready.hf.backbone import HFBackbone
 from contextready.hf.load import load_lm
 from contextready.hf.modeling import ContextReadyForCausalLM
 from contextready.hf.structure import Structure, find_structure
-from contextready.model.accounting import Account
-from contextready.model.build import ModelConfig
+from contextready.model.config import ModelConfig
 from contextready.model.context_ready import ContextReady
-from contextready.model.correction import CORRECTIONS, Nothing, build_correction
-from contextready.model.transformer import FFN
-from contextready.train.config import PretrainedModelConfig
+from contextready.model.correction_module import build_correction, has_bias
+from contextready.model.cost import Account
+from contextready.model.macs import correction_macs
+from contextready.runs.config import PretrainedModelConfig
 
 
 def start(config: PretrainedModelConfig) -> ContextReady:
@@ -28,7 +28,7 @@ def start(config: PretrainedModelConfig) -> ContextReady:
     theirs = loaded.config.correction
     if config.correction == theirs:
         return _prepared(loaded.model, config)
-    if not _is_fresh(loaded.model.correction):
+    if not loaded.model.correction.is_untrained:
         raise ContextReadyError(
             f"{config.pretrained} has a trained correction of the kind {theirs}; set correction={theirs}, or start "
             "from the model it was made of."
@@ -56,12 +56,12 @@ def describe(model: ContextReady) -> dict[str, Any]:
         "base_config": base,
         "vocab_size": backbone.lm.config.get_text_config().vocab_size,
         "structure": backbone.structure.as_dict(),
-        "correction_bias": any(name.endswith("bias") for name, _ in model.correction.named_parameters()),
+        "correction_bias": has_bias(model.correction),
         "generation_config": backbone.lm.generation_config.to_diff_dict(),
     }
 
 
-def cost(model: ContextReady, kind: str | None) -> Account:
+def cost(model: ContextReady, correction: str | None) -> Account:
     """Multiply-accumulates and parameters: every matrix of the blocks and of the head once per token."""
     backbone = model.backbone
     assert isinstance(backbone, HFBackbone)
@@ -76,10 +76,10 @@ def cost(model: ContextReady, kind: str | None) -> Account:
             width=heads * head_size,
             layers=inner.num_hidden_layers,
             heads=heads,
-            correction=kind,
+            correction=correction,
         ),
         macs_blocks=_matrices(backbone.lm.get_submodule(backbone.structure.blocks).parameters()),
-        macs_correction=0 if kind is None else CORRECTIONS[kind].macs_per_width_squared * backbone.width**2,
+        macs_correction=correction_macs(correction, backbone.width),
         macs_head=_matrices(head.values()),
         parameters=sum(p.numel() for p in model.parameters()),
         embedding_parameters=backbone.lm.get_input_embeddings().weight.numel(),
@@ -97,19 +97,11 @@ def merge(model: ContextReady) -> None:
             setattr(model.get_submodule(parent), child, part.get_base_layer())
 
 
-def _is_fresh(correction: nn.Module) -> bool:
-    """Whether nothing was learnt yet: the output layer is zero."""
-    ffn = getattr(correction, "ffn", None)
-    return isinstance(ffn, FFN) and not bool(ffn.down.weight.any())
-
-
 def _matrices(parameters: Any) -> int:
     return sum(p.numel() for p in parameters if p.dim() == 2)
 
 
 def _corrected(backbone: HFBackbone, config: PretrainedModelConfig, bias: bool = False) -> ContextReady:
-    if config.correction is None:
-        return ContextReady(backbone, Nothing(backbone))
     return ContextReady(backbone, build_correction(config.correction, backbone, config.correction_init, bias))
 
 

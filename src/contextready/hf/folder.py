@@ -10,9 +10,7 @@ from contextready.hf.load import load_lm, native_tokenizer
 from contextready.hf.modeling import BaseTransformerForCausalLM, ContextReadyForCausalLM
 from contextready.hf.structure import find_structure
 from contextready.model.context_ready import ContextReady
-from contextready.model.correction import Nothing
-from contextready.model.transformer import Transformer
-from contextready.train.checkpoint import Checkpoint, Progress
+from contextready.runs.checkpoint import Checkpoint, Progress
 
 LONGEST = 1024
 """Tokens in a window of an evaluation, unless the model knows fewer positions or more are asked for."""
@@ -30,15 +28,13 @@ class PretrainedFolder(Checkpoint):
         size: int = self.lm.config.get_text_config().vocab_size
         return size
 
-    def model(self) -> Transformer | ContextReady:
+    def model(self) -> ContextReady:
         """The model, on the CPU and ready to evaluate; one that is not context-ready has no correction."""
         if isinstance(self.lm, ContextReadyForCausalLM):
             return self.lm.model
         if isinstance(self.lm, BaseTransformerForCausalLM):
-            native: Transformer = self.lm.model.native
-            return native.eval()
-        backbone = HFBackbone(self.lm, find_structure(self.lm))
-        return ContextReady(backbone, Nothing(backbone)).eval()
+            return ContextReady(self.lm.model.native).eval()
+        return ContextReady(HFBackbone(self.lm, find_structure(self.lm))).eval()
 
 
 def open_folder(path: Path) -> PretrainedFolder:

@@ -1,6 +1,5 @@
 """Opening pretrained models: a Hugging Face folder, a name on the Hub, a GGUF file, or a run of this package."""
 
-import json
 import re
 import struct
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ import torch
 from contextready.data.tokenizer import FILE, Tokenizer
 from contextready.errors import ContextReadyError
 from contextready.extras import require
+from contextready.runs.models import is_pretrained
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,11 +20,6 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 GGUF = ".gguf"
 UNFIT = ("missing_keys", "mismatched_keys")
-
-
-def is_pretrained(path: str | Path) -> bool:
-    """Whether this is a folder with a model in the format of Hugging Face."""
-    return "model_type" in _config_in(Path(path))
 
 
 def load_model(source: str, device: str = "cpu", dtype: Any = torch.float32) -> tuple[Any, Any]:
@@ -113,7 +108,7 @@ def _where(source: str, weights: bool = True) -> dict[str, str]:
         _check_gguf(path)
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     if path.is_dir():
-        if weights and "model_type" not in _config_in(path):
+        if weights and not is_pretrained(path):
             raise ContextReadyError(
                 f"{source} is no model of Hugging Face: it has no config.json that names a model_type (a run of this "
                 "package becomes one with crt convert RUN OUT)."
@@ -159,16 +154,6 @@ def _refuse(source: str, error: Exception) -> NoReturn:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") + "." if lines else f"{type(error).__name__}."
-
-
-def _config_in(folder: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except OSError:
-        return {}
-    except ValueError as error:
-        raise ContextReadyError(f"{folder / 'config.json'} is not JSON: {error}.") from None
-    return config if isinstance(config, dict) else {}
 
 
 @contextmanager

@@ -4,7 +4,7 @@ Reading T tokens at once makes parallel passes until no position's z changes by 
 are exact whatever happens); reading one token is the recurrence itself, exact in one pass.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from contextready.errors import ContextReadyError
 from contextready.hf.backbone import HFBackbone
 from contextready.hf.base import BaseTransformerForCausalLM, BaseTransformerModel
-from contextready.hf.cache import HISTORY, Feed, Rewind, carrying_layer
+from contextready.hf.cache import Feed, Rewind, carrying_layer
 from contextready.hf.configuration import BaseTransformerConfig, ContextReadyConfig
 from contextready.hf.saving import SavesItsCode
 from contextready.hf.structure import Structure, find_structure
-from contextready.model.context_ready import ContextReady, Pass, check_passes
-from contextready.model.correction import Correction, build_correction, initialise
-from contextready.model.state import State
-from contextready.solve.unroll import largest_change
+from contextready.model.checks import check_passes
+from contextready.model.context_ready import ContextReady, Pass
+from contextready.model.correction_module import CorrectionModule, build_correction
+from contextready.solve.norms import largest_change
 
 
 class ContextReadyForCausalLM(SavesItsCode, PreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -150,9 +150,9 @@ class ContextReadyForCausalLM(SavesItsCode, PreTrainedModel, GenerationMixin):  
         # A document begins at position 0, whatever lies before it in the row: padding, or another document.
         starts_BT1 = (position_ids == 0)[..., None]
 
-        def recur(e_BTC: Tensor, carried_BTC: Tensor | None, cache: Any) -> Pass:
+        def recur(e_BTC: Tensor, carried_BTC: Tensor | None, past: Any) -> Pass:
             seen_BTC = None if carried_BTC is None else carried_BTC.masked_fill(starts_BT1, 0.0)
-            result: Pass = self.model.recur(e_BTC, seen_BTC, cache)
+            result: Pass = self.model.recur(e_BTC, seen_BTC, past)
             return result
 
         if passes is None and self.training:
@@ -164,7 +164,7 @@ class ContextReadyForCausalLM(SavesItsCode, PreTrainedModel, GenerationMixin):  
         if feed.cache is not None:
             feed.rewind = Rewind(feed.cache)
         valid_BT = _newest_columns(attention_mask, T, past)
-        unroll = self.model.passes(e_BTC, State(cast(Any, feed), before_B1C, HISTORY), recur=recur)
+        unroll = self.model.passes(e_BTC, feed, before_B1C, recur=recur)
         result = next(unroll)
         for _ in range((T + 1 if passes is None else min(passes, T + 1)) - 1):
             before_BTC, result = result.z_BTC, next(unroll)
@@ -196,8 +196,8 @@ class ContextReadyForCausalLM(SavesItsCode, PreTrainedModel, GenerationMixin):  
         return make(config=self.lm.config, **kwargs)
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, Correction):
-            initialise(module, self.config.correction_init)
+        if isinstance(module, CorrectionModule):
+            module.initialise(self.config.correction_init)
 
 
 def _positions(e_BTC: Tensor, attention_mask: Any, past: Any) -> Tensor:

@@ -18,12 +18,10 @@ from contextready.hf.modeling import (
     ContextReadyConfig,
     ContextReadyForCausalLM,
 )
-from contextready.model.build import ModelConfig
+from contextready.model.config import ModelConfig
 from contextready.model.context_ready import ContextReady
-from contextready.model.correction import Nothing
-from contextready.model.transformer import Transformer
-from contextready.train.checkpoint import Checkpoint, Progress, load_weights, open_checkpoint, write_rest, write_tensors
-from contextready.train.config import PAPER_PASSES, TrainConfig
+from contextready.runs.checkpoint import Checkpoint, Progress, load_weights, open_checkpoint, write_rest, write_tensors
+from contextready.runs.config import PAPER_PASSES, TrainConfig
 
 
 def from_native(path: Path, best: bool = False) -> tuple[Any, Any]:
@@ -32,20 +30,16 @@ def from_native(path: Path, best: bool = False) -> tuple[Any, Any]:
     checkpoint.must_have_learned_text()
     model = checkpoint.model()
     if not isinstance(checkpoint.model_config, ModelConfig):
-        assert isinstance(model, ContextReady)
         return _of_pretrained(checkpoint, model), _tokenizer_of_pretrained(checkpoint)
     run = {"config": checkpoint.config, "progress": asdict(checkpoint.progress)}
     tokenizer = _tokenizer(checkpoint.folder)
     ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.eos_token_id}
     config, train = checkpoint.native_config, checkpoint.config["train"]
-    plain = isinstance(model, Transformer)
     lm = BaseTransformerForCausalLM(
-        BaseTransformerConfig.of(config, train["block_size"], run=run if plain else None, **ends)
+        BaseTransformerConfig.of(config, train["block_size"], run=None if model.is_recurrent else run, **ends)
     )
-    trained = model if isinstance(model, Transformer) else model.backbone
-    assert isinstance(trained, Transformer)
-    load_weights(lm.model.native, dict(trained.named_parameters()), checkpoint.folder)
-    if isinstance(model, Transformer):
+    load_weights(lm.model.native, dict(model.backbone.named_parameters()), checkpoint.folder)  # type: ignore[attr-defined]
+    if not model.is_recurrent:
         return lm.eval(), tokenizer
     ready = ContextReadyForCausalLM.wrap(
         lm,
@@ -109,7 +103,7 @@ def _of_pretrained(checkpoint: Checkpoint, model: ContextReady) -> Any:
     lm.generation_config = GenerationConfig(**described["generation_config"])
     if isinstance(lm, BaseTransformerForCausalLM):
         lm.config.run = None  # of the run that it came from
-    if isinstance(model.correction, Nothing):
+    if not model.is_recurrent:
         return lm.eval()
     config = ContextReadyConfig(
         base_config=lm.config,

@@ -8,21 +8,21 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 
 from contextready.errors import ContextReadyError
 from contextready.hf.configuration import ContextReadyConfig
-from contextready.train.config import PAPER_PASSES, TrainConfig
+from contextready.runs.config import PAPER_PASSES, TrainConfig
 from contextready.train.schedule import passes_of_step
 
 
 class RandomPasses(TrainerCallback):  # type: ignore[misc]
-    """Draws K anew for every update, from `k_min` to `passes`, by the seed of the training and the step alone.
+    """Draws K anew for every update, from `min_passes` to `passes`, by the seed of the training and the step alone.
 
     So every process draws the same, all batches of an accumulated update have the same, a resumed training repeats
     them, and they are those of `crt train`. Between updates the model's configuration is what it was.
     """
 
-    def __init__(self, passes: int = PAPER_PASSES, k_min: int = 2) -> None:
-        if not 1 <= k_min <= passes:
-            raise ContextReadyError(f"k_min={k_min} must be from 1 to passes={passes}.")
-        self.passes, self.k_min = passes, k_min
+    def __init__(self, passes: int = PAPER_PASSES, min_passes: int = 2) -> None:
+        if not 1 <= min_passes <= passes:
+            raise ContextReadyError(f"min_passes={min_passes} must be from 1 to passes={passes}.")
+        self.passes, self.min_passes = passes, min_passes
         self._before: int | None = None
 
     def on_step_begin(
@@ -30,7 +30,7 @@ class RandomPasses(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Set K for all batches of the update."""
         config = _config(kwargs["model"])
-        drawn = TrainConfig(data="", out="", passes=self.passes, k_min=self.k_min, seed=args.seed)
+        drawn = TrainConfig(data="", out="", passes=self.passes, min_passes=self.min_passes, seed=args.seed)
         self._before, config.passes = config.passes, passes_of_step(drawn, state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contextready.errors import ContextReadyError
-from contextready.solve.report import ReadInfo
+from contextready.solve.reading import ReadInfo
 
 if TYPE_CHECKING:
     from contextready.model.state import State
@@ -45,8 +45,8 @@ class Engine(Protocol):
         """Continue a row from a state of one row, of this model; none: from before the first token."""
 
 
-def check_room(capacity: int | None, tokens: int) -> None:
-    """Refuse a row of more tokens than there is room for."""
+def check_capacity(capacity: int | None, tokens: int) -> None:
+    """Refuse a row of more tokens than it can hold."""
     if capacity is not None and tokens > capacity:
         raise ContextReadyError(
             f"{tokens} tokens were to be read and there is room for {capacity}; shorten the prompt, generate fewer "

@@ -1,6 +1,6 @@
 """Generation on any engine: prompts in, tokens and text out, piece by piece or whole."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from contextready.errors import ContextReadyError
-from contextready.infer.engine import Engine, Logits, check_ids, check_room
+from contextready.infer.engine import Engine, Logits, check_capacity, check_ids
 from contextready.infer.sampling import Sampling, choose, log_probabilities, rng_for
-from contextready.infer.text import TextStream
-from contextready.solve.report import ReadInfo
+from contextready.infer.text import IncrementalText
+from contextready.solve.reading import ReadInfo
 
 if TYPE_CHECKING:
     from contextready.data.tokenizer import Tokenizer
@@ -73,68 +73,71 @@ class Piece:
     """The whole completion, on its last piece."""
 
 
+@dataclass(frozen=True)
+class GenerationSettings:
+    """What to generate after every prompt."""
+
+    sampling: Sampling = field(default_factory=Sampling)
+    """How each token is chosen."""
+    max_tokens: int = 128
+    """Tokens of a completion, at most."""
+    samples: int = 1
+    """Completions of each prompt."""
+    seed: int = 0
+    """A row's draws depend on it and on which sample of its prompt the row is, so a prompt gets the same completions
+    alone as among others."""
+    stop_tokens: Collection[int] = ()
+    """Tokens that end a completion."""
+    stops: Sequence[str] = ()
+    """Texts that end a completion; they are not part of it."""
+    logprobs: int | None = None
+    """Give log-probabilities, and so many of the likeliest tokens (0: of the chosen token only)."""
+    keep_states: bool = False
+    """Give the state after every completion."""
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.samples, "__index__") or self.samples < 1:
+            raise ContextReadyError(f"{self.samples} samples of a prompt are impossible; give 1, 2, 3, …")
+        if not hasattr(self.max_tokens, "__index__") or self.max_tokens < 1:
+            raise ContextReadyError(f"{self.max_tokens} tokens cannot be generated; give 1, 2, 3, …")
+        if not hasattr(self.seed, "__index__") or self.seed < 0:
+            raise ContextReadyError(f"A seed of {self.seed} is impossible; give 0, 1, 2, …")
+
+
 def generate(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
+    settings: GenerationSettings,
     *,
-    max_tokens: int,
-    samples: int = 1,
-    seed: int = 0,
-    stop_tokens: Sequence[int] = (),
-    stops: Sequence[str] = (),
     tokenizer: "Tokenizer | None" = None,
-    logprobs: int | None = None,
     states: "Sequence[State | None] | None" = None,
-    keep_states: bool = False,
 ) -> list[Completion]:
-    """Every completion, by prompt and then by sample; the arguments are those of `stream`."""
-    pieces = stream(
-        engine,
-        prompts,
-        sampling,
-        max_tokens=max_tokens,
-        samples=samples,
-        seed=seed,
-        stop_tokens=stop_tokens,
-        stops=stops,
-        tokenizer=tokenizer,
-        logprobs=logprobs,
-        states=states,
-        keep_states=keep_states,
-    )
+    """Every completion, by prompt and then by sample; the arguments are those of `generate_pieces`."""
+    pieces = generate_pieces(engine, prompts, settings, tokenizer=tokenizer, states=states)
     whole = [piece.completion for piece in pieces if piece.completion is not None]
     return sorted(whole, key=lambda completion: (completion.prompt, completion.sample))
 
 
-def stream(
+def generate_pieces(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
+    settings: GenerationSettings,
     *,
-    max_tokens: int,
-    samples: int = 1,
-    seed: int = 0,
-    stop_tokens: Sequence[int] = (),
-    stops: Sequence[str] = (),
     tokenizer: "Tokenizer | None" = None,
-    logprobs: int | None = None,
     states: "Sequence[State | None] | None" = None,
-    keep_states: bool = False,
 ) -> Iterator[Piece]:
     """Read each prompt once, go on with every sample of it in a row of its own, and yield the tokens as they come.
 
-    The engine's rows are overwritten, those not needed too. A row's draws depend on `seed` and on which sample of its
-    prompt it is, so a prompt gets the same completions alone as among others. `logprobs` asks for log-probabilities
-    and that many of the likeliest tokens (0: of the chosen token only). With `states[i]`, prompt i is what comes after
-    the tokens that state has read; those are not known here, so the repetition penalty does not see them. Nothing is
-    read before the first piece is asked for.
+    The engine's rows are overwritten, those not needed too. With `states[i]`, prompt i is what comes after the tokens
+    that state has read; those are not known here, so the repetition penalty does not see them. Nothing is read before
+    the first piece is asked for.
     """
-    _check_counts(engine, len(prompts), samples, max_tokens, seed, logprobs)
+    samples = settings.samples
+    _check_engine(engine, len(prompts), settings)
     ids = [_as_ids(prompt) for prompt in prompts]
     for prompt in ids:
         check_ids(prompt, engine.vocab_size)
-    ends = _as_ids(stop_tokens)
+    ends = _as_ids(settings.stop_tokens)
     if ends:
         check_ids(ends, engine.vocab_size)
     if states is None:
@@ -145,32 +148,23 @@ def stream(
         )
     for prompt, state in zip(ids, states, strict=True):
         # The last token is chosen and never read.
-        check_room(engine.capacity, (0 if state is None else state.position) + len(prompt) + max_tokens - 1)
-    if tokenizer is None and stops:
+        check_capacity(
+            engine.capacity, (0 if state is None else state.position) + len(prompt) + settings.max_tokens - 1
+        )
+    if tokenizer is None and settings.stops:
         raise ContextReadyError("Stop strings are looked for in text; give the model's tokenizer too.")
     rows = [
         _Row(
             prompt=i,
             sample=sample,
-            rng=rng_for(seed, sample),
+            rng=rng_for(settings.seed, sample),
             seen_V=_mask(ids[i], engine.vocab_size),
-            text=None if tokenizer is None else TextStream(tokenizer, stops, after=ids[i]),
+            text=None if tokenizer is None else IncrementalText(tokenizer, settings.stops, after=ids[i]),
         )
         for i in range(len(ids))
         for sample in range(samples)
     ]
-    return _run(engine, ids, states, rows, _Rules(sampling, max_tokens, frozenset(ends), logprobs, keep_states))
-
-
-@dataclass(frozen=True)
-class _Rules:
-    """What is the same for every row."""
-
-    sampling: Sampling
-    max_tokens: int
-    stop_tokens: frozenset[int]
-    logprobs: int | None
-    keep_states: bool
+    return _run(engine, ids, states, rows, replace(settings, stop_tokens=frozenset(ends)))
 
 
 @dataclass(eq=False)
@@ -181,20 +175,20 @@ class _Row:
     sample: int
     rng: np.random.Generator
     seen_V: npt.NDArray[np.bool_]
-    text: TextStream | None
+    text: IncrementalText | None
     pieces: list[Piece] = field(default_factory=list)
 
     @property
     def finish(self) -> Finish | None:
         return self.pieces[-1].finish if self.pieces else None
 
-    def extend(self, logits_V: Logits, rules: _Rules) -> Piece:
+    def extend(self, logits_V: Logits, settings: GenerationSettings) -> Piece:
         """Choose the next token."""
-        token = choose(logits_V, rules.sampling, self.rng, self.seen_V)
+        token = choose(logits_V, settings.sampling, self.rng, self.seen_V)
         self.seen_V[token] = True
-        count = rules.logprobs
+        count = settings.logprobs
         logprob, top = (None, None) if count is None else log_probabilities(logits_V, token, count)
-        stopped, full, text = token in rules.stop_tokens, len(self.pieces) + 1 == rules.max_tokens, ""
+        stopped, full, text = token in settings.stop_tokens, len(self.pieces) + 1 == settings.max_tokens, ""
         if self.text is not None:
             text = "" if stopped else self.text.push(token)
             text += self.text.flush() if stopped or full else ""
@@ -223,7 +217,7 @@ def _run(
     prompts: list[list[int]],
     states: "Sequence[State | None]",
     rows: list[_Row],
-    rules: _Rules,
+    settings: GenerationSettings,
 ) -> Iterator[Piece]:
     """Read the prompts, then step all rows together until the last has finished."""
     logits_RV, reads = _read(engine, prompts, states, len(rows) // len(prompts))
@@ -231,10 +225,10 @@ def _run(
         for r, row in enumerate(rows):
             if row.finish is not None:
                 continue
-            piece = row.extend(logits_RV[r], rules)
+            piece = row.extend(logits_RV[r], settings)
             if piece.finish is not None:
                 # Taken now: from the next step on, this row only keeps the others company.
-                state = engine.state(r) if rules.keep_states else None
+                state = engine.state(r) if settings.keep_states else None
                 piece = replace(piece, completion=row.completion(piece.finish, state, reads[row.prompt]))
             yield piece
         if all(row.finish is not None for row in rows):
@@ -269,16 +263,11 @@ def _read(
     return np.stack(logits), reads
 
 
-def _check_counts(engine: Engine, prompts: int, samples: int, max_tokens: int, seed: int, logprobs: int | None) -> None:
-    """Refuse numbers that nothing can be generated with."""
+def _check_engine(engine: Engine, prompts: int, settings: GenerationSettings) -> None:
+    """Refuse what this engine cannot generate."""
+    samples, logprobs = settings.samples, settings.logprobs
     if prompts == 0:
         raise ContextReadyError("There is no prompt; give at least one.")
-    if not hasattr(samples, "__index__") or samples < 1:
-        raise ContextReadyError(f"{samples} samples of a prompt are impossible; give 1, 2, 3, …")
-    if not hasattr(max_tokens, "__index__") or max_tokens < 1:
-        raise ContextReadyError(f"{max_tokens} tokens cannot be generated; give 1, 2, 3, …")
-    if not hasattr(seed, "__index__") or seed < 0:
-        raise ContextReadyError(f"A seed of {seed} is impossible; give 0, 1, 2, …")
     if logprobs is not None and not (hasattr(logprobs, "__index__") and 0 <= logprobs <= engine.vocab_size):
         raise ContextReadyError(
             f"The {logprobs} likeliest tokens cannot be given; ask for 0 to {engine.vocab_size}, the whole vocabulary."
@@ -290,7 +279,7 @@ def _check_counts(engine: Engine, prompts: int, samples: int, max_tokens: int, s
         )
 
 
-def _as_ids(tokens: Sequence[int]) -> list[int]:
+def _as_ids(tokens: Iterable[int]) -> list[int]:
     """Plain ints, from whatever holds whole numbers."""
     try:
         return [index(token) for token in tokens]

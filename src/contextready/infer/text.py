@@ -14,7 +14,7 @@ PATIENCE = 16
 """More tokens than this without one whole character at their end are wrong bytes."""
 
 
-class TextStream:
+class IncrementalText:
     """The text of tokens as they come, up to the stop string that is complete first."""
 
     def __init__(self, tokenizer: "Tokenizer", stops: Sequence[str] = (), after: Sequence[int] = ()) -> None:

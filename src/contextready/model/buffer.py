@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from contextready.errors import ContextReadyError
-from contextready.model.cache import KV, KVCache
+from contextready.model.attention import KV, Attend
+from contextready.model.cache import KVCache
+from contextready.model.checks import check_shape
+from contextready.model.config import TransformerConfig
 
 NEVER = -(2**62)
 """The position held by a slot that was never written."""
@@ -36,19 +40,18 @@ class KVBuffer:
 
     @classmethod
     def empty(
-        cls, batch_size: int, slots: int, layers: int, heads: int, head_size: int, window: int | None, like: Tensor
+        cls, batch_size: int, capacity: int, layers: int, heads: int, head_size: int, window: int | None, like: Tensor
     ) -> "KVBuffer":
         """A buffer that holds nothing, with the dtype and device of `like`."""
-        if batch_size < 1 or slots < 1:
+        if batch_size < 1 or capacity < 1:
             raise ContextReadyError(
-                f"A buffer of {batch_size} rows and {slots} slots was asked for; give at least 1 of each."
+                f"A buffer of {batch_size} rows and capacity {capacity} was asked for; give at least 1 of each."
             )
         # Zeros, not whatever memory held: 0 × NaN is NaN even where the weight of a masked slot is 0.
-        shape = (batch_size, slots, heads, head_size)
+        shape = (batch_size, capacity, heads, head_size)
         kvs = tuple((like.new_zeros(shape), like.new_zeros(shape)) for _ in range(layers))
-        held_BN = torch.full((batch_size, slots), NEVER, device=like.device, dtype=torch.int64)
-        first_B1 = torch.arange(0, batch_size * slots, slots, device=like.device)[:, None]
-        return cls(kvs, held_BN, first_B1, window)
+        held_BN = torch.full((batch_size, capacity), NEVER, device=like.device, dtype=torch.int64)
+        return cls(kvs, held_BN, _first_slots(held_BN), window)
 
     @property
     def batch_size(self) -> int:
@@ -56,7 +59,7 @@ class KVBuffer:
         return self.held_BN.shape[0]
 
     @property
-    def slots(self) -> int:
+    def capacity(self) -> int:
         """N, the positions a row can hold."""
         return self.held_BN.shape[1]
 
@@ -65,46 +68,61 @@ class KVBuffer:
         """Bytes of the keys and values."""
         return sum(tensor.nbytes for kv in self.layers for tensor in kv)
 
+    def row(self, row: int) -> "KVBuffer":
+        """One row as a buffer of its own, in the same memory."""
+        held_1N = self.held_BN[row : row + 1]
+        layers = tuple((k_BNHE[row : row + 1], v_BNHE[row : row + 1]) for k_BNHE, v_BNHE in self.layers)
+        return KVBuffer(layers, held_1N, _first_slots(held_1N), self.window)
+
     def clear(self, row: int) -> None:
         """Forget what a row holds."""
         self.held_BN[row] = NEVER
+
+    def erase(self, positions: range) -> None:
+        """Put zeros where these positions of all rows lie, and forget them."""
+        slots_S = self._slots(positions, self.capacity)
+        for kv in self.layers:
+            for store_BNHE in kv:
+                store_BNHE[:, slots_S] = 0.0
+        self.held_BN[:, slots_S] = NEVER
 
     def load(self, row: int, cache: KVCache) -> None:
         """Replace what a row holds by a cache of one row."""
         if cache.batch_size != 1:
             raise ContextReadyError(f"A state of {cache.batch_size} rows was given for one row; select one of them.")
-        L, (H, D) = len(self.layers), self.layers[0][0].shape[2:]
-        theirs = (len(cache.layers), cache.layers[0][0].shape[1], cache.layers[0][0].shape[3], cache.window)
-        if theirs != (L, H, D, self.window):
-            raise ContextReadyError(
-                "This state is of another model (layers, heads, head size, window: "
-                f"{theirs} instead of {(L, H, D, self.window)}); start one with init_state."
-            )
-        count = min(cache.length, self.slots)
+        check_shape(cache.shape, (len(self.layers), *self.layers[0][0].shape[2:], self.window))
+        count = min(cache.length, self.capacity)
         if count < cache.needed:
             raise ContextReadyError(
-                f"This state holds {cache.needed} positions that are needed and there is room for {self.slots}; "
+                f"This state holds {cache.needed} positions that are needed and the capacity is {self.capacity}; "
                 "make the engine with a larger capacity."
             )
-        self.clear(row)
-        if count == 0:
-            return
-        positions_S = torch.arange(cache.position - count, cache.position, device=self.held_BN.device)
-        slots_S = positions_S % self.slots
-        for kv, theirs_kv in zip(self.layers, cache.layers, strict=True):
-            for store_BNHD, new_BHSD in zip(kv, theirs_kv, strict=True):
-                store_BNHD[row].index_copy_(0, slots_S, new_BHSD[0, :, -count:].transpose(0, 1))
-        self.held_BN[row, slots_S] = positions_S
+        kvs = [(k_BHSE[0, :, -count:], v_BHSE[0, :, -count:]) for k_BHSE, v_BHSE in cache.layers] if count else []
+        self._store(row, range(cache.position - count, cache.position), kvs)
+
+    def copy_row(self, row: int, source: "KVBuffer", source_row: int, positions: range) -> None:
+        """Replace what a row holds by these positions of a row of another buffer."""
+        slots_S = self._slots(positions, source.capacity)
+        kvs = [
+            (k_BNHE[source_row, slots_S].transpose(0, 1), v_BNHE[source_row, slots_S].transpose(0, 1))
+            for k_BNHE, v_BNHE in source.layers
+        ]
+        self._store(row, positions, kvs)
+
+    def held(self, row: int, position: int, most: int) -> range:
+        """The newest positions before `position` that a row holds, at most this many."""
+        # A state that was rolled back before it was loaded holds fewer than it may.
+        first = max(0, position - most)
+        return range(position - int((self.held_BN[row] >= first).sum()), position)
 
     def cache(self, row: int, position: int, history: int) -> KVCache:
         """What a row holds after `position` tokens, as a value that shares no memory with the buffer."""
         keep = None if self.window is None else self.window - 1 + history
-        # A state that was rolled back before it was loaded holds fewer than it may.
-        count = position if keep is None else int((self.held_BN[row] >= max(0, position - keep)).sum())
-        slots_S = torch.arange(position - count, position, device=self.held_BN.device) % self.slots
+        positions = range(position) if keep is None else self.held(row, position, keep)
+        slots_S = self._slots(positions, self.capacity)
         layers = tuple(
-            (k_BNHD[row, slots_S].transpose(0, 1)[None], v_BNHD[row, slots_S].transpose(0, 1)[None])
-            for k_BNHD, v_BNHD in self.layers
+            (k_BNHE[row, slots_S].transpose(0, 1)[None], v_BNHE[row, slots_S].transpose(0, 1)[None])
+            for k_BNHE, v_BNHE in self.layers
         )
         return KVCache(layers, position, self.window, keep)
 
@@ -115,8 +133,27 @@ class KVBuffer:
         position 0; `all` for one token that may see every visible slot. `visible` limits it to the first slots, and
         `spans` limits some tokens to fewer: from, to, and as many slots.
         """
-        index = (positions_BT % self.slots + self.first_B1).flatten()
-        return Places(self, positions_BT, index, sees, self.slots if visible is None else visible, spans)
+        index = (positions_BT % self.capacity + self.first_B1).flatten()
+        return Places(self, positions_BT, index, sees, self.capacity if visible is None else visible, spans)
+
+    def _slots(self, positions: range, capacity: int) -> Tensor:
+        return torch.arange(positions.start, positions.stop, device=self.held_BN.device) % capacity
+
+    def _store(self, row: int, positions: range, kvs_HSE: list[KV]) -> None:
+        """Make these keys and values all that a row holds."""
+        self.clear(row)
+        if not positions:
+            return
+        slots_S = self._slots(positions, self.capacity)
+        for kv, theirs in zip(self.layers, kvs_HSE, strict=True):
+            for store_BNHE, new_HSE in zip(kv, theirs, strict=True):
+                store_BNHE[row].index_copy_(0, slots_S, new_HSE.transpose(0, 1))
+        self.held_BN[row, slots_S] = torch.arange(positions.start, positions.stop, device=slots_S.device)
+
+
+def _first_slots(held_BN: Tensor) -> Tensor:
+    B, N = held_BN.shape
+    return torch.arange(0, B * N, N, device=held_BN.device)[:, None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +168,10 @@ class Places:
     visible: int
     spans: Spans
 
+    def attend(self, config: TransformerConfig, x_BTC: Tensor) -> "AtPlaces":
+        """How the tokens at these places attend."""
+        return AtPlaces(config, x_BTC, self)
+
     def mark(self) -> None:
         """Say which positions the slots hold from now on."""
         self.buffer.held_BN.view(-1).index_copy_(0, self.index, self.positions_BT.flatten())
@@ -141,10 +182,40 @@ class Places:
         oldest_BT1 = at_BT1 - (self.buffer.window or OLDEST) + 1
         return ((held_B1N <= at_BT1) & (held_B1N >= oldest_BT1))[:, None]
 
-    def join(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> KV:
+
+class AtPlaces(Attend):
+    """Attention of tokens at chosen places of a buffer, over what it holds."""
+
+    def __init__(self, config: TransformerConfig, x_BTC: Tensor, places: Places) -> None:
+        self.places = places
+        places.mark()
+        self.set_positions(config, places.positions_BT, x_BTC.dtype)
+        self.causal = places.sees == "causal" and (config.window is None or config.window >= x_BTC.shape[1])
+        self.mask = None if self.causal or places.sees == "all" else places.mask_B1TN()
+
+    def join(self, layer: int, k_BHTE: Tensor, v_BHTE: Tensor) -> KV:
         """Put a layer's new keys and values in their places; return all visible ones."""
-        joined = []
-        for store_BNHD, new_BHTD in zip(self.buffer.layers[layer], (k_BHTD, v_BHTD), strict=True):
-            store_BNHD.flatten(0, 1).index_copy_(0, self.index, new_BHTD.transpose(1, 2).flatten(0, 1))
-            joined.append(store_BNHD[:, : self.visible].transpose(1, 2))
+        places, joined = self.places, []
+        for store_BNHE, new_BHTE in zip(places.buffer.layers[layer], (k_BHTE, v_BHTE), strict=True):
+            store_BNHE.flatten(0, 1).index_copy_(0, places.index, new_BHTE.transpose(1, 2).flatten(0, 1))
+            joined.append(store_BNHE[:, : places.visible].transpose(1, 2))
         return joined[0], joined[1]
+
+    def __call__(self, q_BHTE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor) -> Tensor:
+        """Attention, in parts where some tokens see far fewer slots than others: what is masked is left out."""
+        if not self.places.spans or self.mask is None:
+            return super().__call__(q_BHTE, k_BHSE, v_BHSE)
+        parts = [
+            F.scaled_dot_product_attention(
+                q_BHTE[:, :, first:end],
+                k_BHSE[:, :, :seen],
+                v_BHSE[:, :, :seen],
+                attn_mask=self.mask[..., first:end, :seen],
+            )
+            for first, end, seen in self.places.spans
+        ]
+        return torch.cat(parts, dim=2)
+
+    def after(self) -> Places:
+        """The places: the buffer holds the new keys and values."""
+        return self.places

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from contextready.errors import ContextReadyError
-
-KV = tuple[Tensor, Tensor]
-"""Keys and values of one layer, each (B, heads, S, head size), keys already rotated."""
+from contextready.model.attention import KV, Attend, causal_mask
+from contextready.model.checks import check_rows, check_shape
+from contextready.model.config import TransformerConfig
 
 
 class Cache(Protocol):
@@ -95,6 +95,18 @@ class KVCache:
         """Bytes of the keys and values held."""
         return sum(tensor.nbytes for kv in self.layers for tensor in kv)
 
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        """Layers, heads, head size and window: what must agree with a model's."""
+        k_BHSE = self.layers[0][0]
+        return len(self.layers), k_BHSE.shape[1], k_BHSE.shape[3], self.window
+
+    def attend(self, config: TransformerConfig, x_BTC: Tensor) -> "AfterCache":
+        """How the next tokens attend."""
+        check_shape(self.shape, (config.layers, config.heads, config.head_size, config.window))
+        check_rows(self.batch_size, x_BTC.shape[0])
+        return AfterCache(config, x_BTC, self)
+
     def advanced(self, layers: list[KV], tokens: int) -> "KVCache":
         """Return the cache after `tokens` more, given each layer's old and new keys and values joined."""
         total = self.length + tokens
@@ -167,3 +179,29 @@ class KVCache:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "KVCache":
         return replace(self, layers=tuple((change(k), change(v)) for k, v in self.layers))
+
+
+class AfterCache(Attend):
+    """Attention of the tokens that follow a cache."""
+
+    def __init__(self, config: TransformerConfig, x_BTC: Tensor, cache: KVCache) -> None:
+        T, device = x_BTC.shape[1], x_BTC.device
+        self.cache, self.tokens, self.layers = cache, T, list[KV]()
+        self.set_positions(config, torch.arange(cache.position, cache.position + T, device=device), x_BTC.dtype)
+        past = cache.length if config.window is None else min(cache.length, config.window - 1)
+        self.visible = past + T
+        # One token sees all that is visible; several after nothing are a whole sequence.
+        self.causal = T > 1 and past == 0 and (config.window is None or config.window >= T)
+        self.mask = None if T == 1 or self.causal else causal_mask(T, past, config.window, device)
+
+    def join(self, layer: int, k_BHTE: Tensor, v_BHTE: Tensor) -> KV:
+        """The new ones after those of the cache."""
+        k_BHPE, v_BHPE = self.cache.layers[layer]
+        k_BHSE, v_BHSE = torch.cat((k_BHPE, k_BHTE), dim=2), torch.cat((v_BHPE, v_BHTE), dim=2)
+        self.layers.append((k_BHSE, v_BHSE))
+        # Behind a window lies what only rolling back needs.
+        return k_BHSE[:, :, -self.visible :], v_BHSE[:, :, -self.visible :]
+
+    def after(self) -> KVCache:
+        """The cache with these tokens."""
+        return self.cache.advanced(self.layers, self.tokens)

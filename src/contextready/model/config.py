@@ -1,8 +1,9 @@
-"""The configuration of a transformer, checked when it is made."""
+"""The configuration of a model, checked when it is made."""
 
 from dataclasses import dataclass
 
 from contextready.errors import ContextReadyError
+from contextready.model.correction import check_correction
 
 
 @dataclass(frozen=True)
@@ -54,3 +55,18 @@ class TransformerConfig:
     def head_size(self) -> int:
         """Channels of one attention head."""
         return self.width // self.heads
+
+
+@dataclass(frozen=True)
+class ModelConfig(TransformerConfig):
+    """A transformer, or with `correction` set, a context-ready model around it."""
+
+    correction: str | None = None
+    """Which correction; none: a plain transformer."""
+    correction_init: str = "random"
+    """random, or zero: the correction's output layer starts at zero, so the model starts as its transformer."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Without a correction the initialisation is still checked, so that a misspelt one is told.
+        check_correction("add" if self.correction is None else self.correction, self.correction_init)

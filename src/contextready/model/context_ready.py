@@ -3,8 +3,9 @@
     correction_t = corr_ffn(LN(z_{t-1} + e_t)),   x_t = e_t + correction_t,   z_t = Block(x_t; x_<t),   z_{-1} = 0
 
 Left to right it is a recurrent network, exact in one pass per token (`stream`). For training it is unrolled over
-all positions at once (`passes`). Both call `recur`, where the recurrence is written; only the hand-written gradient of
-`solve/bptt.py` spells it out again, and is tested against it.
+all positions at once (`passes`). Both call `recur`, where the recurrence is written. Two places must spell it again and
+are tested against it: the hand-written gradient (`solve/bptt.py`) and the exported graph (`infer/ggml/graph.py`).
+Without a correction the model is a plain transformer.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,8 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from contextready.errors import ContextReadyError
-from contextready.model.correction import Correction
+from contextready.model.checks import check_carried, check_passes
+from contextready.model.config import ModelConfig
+from contextready.model.correction_module import CorrectionModule, build_correction, no_correction
 from contextready.model.state import State
+from contextready.model.transformer import Transformer
 
 
 class Backbone(Protocol):
@@ -29,7 +33,7 @@ class Backbone(Protocol):
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """Tokens to context-free embeddings e (B, T, C)."""
 
-    def blocks(self, x_BTC: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+    def blocks(self, x_BTC: Tensor, past: Any = None) -> tuple[Tensor, Any]:
         """Block inputs to block outputs z (B, T, C), before the final norm, and the cache after them."""
 
     def head(self, z_BTC: Tensor) -> Tensor:
@@ -52,7 +56,7 @@ class Pass(NamedTuple):
     z_BTC: Tensor
     """Block output."""
     carried_BTC: Tensor
-    """What each position leaves for the next one's correction: z, for every variant but block_head."""
+    """What each position leaves for the next one's correction: z, for every correction but block_head."""
     cache: Any
     """The cache after this pass, if one was given."""
 
@@ -60,49 +64,60 @@ class Pass(NamedTuple):
 class ContextReady(nn.Module):
     """A backbone whose tokens enter already corrected by the previous position's output."""
 
-    def __init__(self, backbone: Backbone, correction: Correction) -> None:
+    def __init__(self, backbone: Backbone, correction: CorrectionModule | None = None) -> None:
+        """Put a correction on a backbone; without one the model is the plain transformer."""
         super().__init__()
+        correction = no_correction(backbone) if correction is None else correction
         if not correction.fits(backbone):
             raise ContextReadyError("This correction was made for another backbone; make one with build_correction.")
         self.backbone = backbone
         self.correction = correction
 
-    def recur(self, e_BTC: Tensor, carried_BTC: Tensor | None, cache: Any = None) -> Pass:
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether there is a correction; without one, one pass over all positions is already exact."""
+        return self.correction.definition.name is not None
+
+    def recur(self, e_BTC: Tensor, carried_BTC: Tensor | None, past: Any = None) -> Pass:
         """The recurrence: tokens enter the blocks as e_t + correction(z_{t-1}, e_t), one position or all at once.
 
         `carried_BTC[:, t]` is what the position before t left behind; none means no correction.
         """
-        return self.enter(e_BTC, None if carried_BTC is None else self.correction(carried_BTC, e_BTC), cache)
+        return self.enter(e_BTC, None if carried_BTC is None else self.correction(carried_BTC, e_BTC), past)
 
-    def enter(self, e_BTC: Tensor, correction_BTC: Tensor | None, cache: Any = None) -> Pass:
+    def enter(self, e_BTC: Tensor, correction_BTC: Tensor | None, past: Any = None) -> Pass:
         """Run the blocks on tokens that enter with a given correction, or none."""
         x_BTC = e_BTC if correction_BTC is None else e_BTC + correction_BTC
-        z_BTC, cache = self.backbone.blocks(x_BTC, cache)
+        z_BTC, cache = self.backbone.blocks(x_BTC, past)
         return Pass(correction_BTC, x_BTC, z_BTC, self.correction.carry(x_BTC, z_BTC), cache)
 
     def passes(
         self,
         e_BTC: Tensor,
-        state: State | None = None,
+        past: Any = None,
+        before_B1C: Tensor | None = None,
         cumulative: bool = False,
         recur: Callable[..., Pass] | None = None,
     ) -> Iterator[Pass]:
-        """Yield pass 1, 2, 3, … of the parallel unroll over a sequence, or over the next chunk after `state`.
+        """Yield pass 1, 2, 3, … of the parallel unroll over a sequence, or over the next chunk after a past.
 
-        Every pass replaces the correction of the one before it. `cumulative` adds to it instead: the ablation
-        whose fixed point streaming does not compute. No pass changes `state`. `recur` may stand in for this model's
-        own, wrapped: compiled, or recomputed in the backward.
+        `before_B1C` is what the position before the chunk left behind. Every pass replaces the correction of the one
+        before it. `cumulative` adds to it instead: the ablation whose fixed point streaming does not compute. `recur`
+        may stand in for this model's own, wrapped: compiled, or recomputed in the backward.
         """
         recur = recur or self.recur
-        cache, before_B1C = (None, None) if state is None else (state.cache, state.z_prev_B1C)
-        result = recur(e_BTC, None, cache)
+        result = recur(e_BTC, None, past)
         while True:
             yield result
             base_BTC = result.x_BTC if cumulative else e_BTC
-            result = recur(base_BTC, shift_right(result.carried_BTC, before_B1C), cache)
+            result = recur(base_BTC, shift_right(result.carried_BTC, before_B1C), past)
 
-    def forward(self, tokens_BT: Tensor, passes: int, cumulative: bool = False) -> Tensor:
+    def forward(self, tokens_BT: Tensor, passes: int | None = None, cumulative: bool = False) -> Tensor:
         """Logits (B, T, V) after K = `passes` parallel passes; K = 1 is the backbone alone."""
+        if passes is None:
+            if self.is_recurrent:
+                raise ContextReadyError("Give passes, the K of the unroll: model(tokens, passes=5).")
+            passes = 1
         check_passes(passes)
         unroll = self.passes(self.backbone.embed(tokens_BT), cumulative=cumulative)
         return self.backbone.head(next(islice(unroll, passes - 1, None)).z_BTC)
@@ -116,9 +131,11 @@ class ContextReady(nn.Module):
 
     def read(self, e_BTC: Tensor, state: State) -> tuple[Tensor, State]:
         """Block outputs z of the next embeddings after `state`, one by one, and the state after them."""
+        # Without a correction nothing is passed on from token to token, so they are read all at once.
+        step = 1 if self.is_recurrent else e_BTC.shape[1]
         outputs = []
-        for t in range(e_BTC.shape[1]):
-            result = self.recur(e_BTC[:, t : t + 1], state.z_prev_B1C, state.cache)
+        for e_BSC in torch.split(e_BTC, step, dim=1):
+            result = self.recur(e_BSC, state.z_prev_B1C, state.cache)
             state = state.advanced(result.carried_BTC, result.cache)
             outputs.append(result.z_BTC)
         return torch.cat(outputs, dim=1), state
@@ -133,19 +150,7 @@ class ContextReady(nn.Module):
         """Refuse a state that these embeddings cannot follow (the backbone checks its own cache)."""
         if not isinstance(state, State):
             raise ContextReadyError("This is not a state of a context-ready model; start one with init_state.")
-        B, _, C = state.carried_BRC.shape
-        theirs = (C, state.carried_BRC.dtype, state.carried_BRC.device)
-        ours = (e_BTC.shape[2], e_BTC.dtype, e_BTC.device)
-        if theirs != ours:
-            raise ContextReadyError(
-                "This state is of another model (width {}, {} on {}; this one: width {}, {} on {}); "
-                "start one with init_state.".format(*theirs, *ours)
-            )
-        if e_BTC.shape[0] != B:
-            raise ContextReadyError(
-                f"This state holds {B} rows and {e_BTC.shape[0]} were given; "
-                "select or repeat its rows, or start a new state."
-            )
+        check_carried(state.carried_BRC, e_BTC)
 
 
 def shift_right(z_BTC: Tensor, before_B1C: Tensor | None = None) -> Tensor:
@@ -154,7 +159,7 @@ def shift_right(z_BTC: Tensor, before_B1C: Tensor | None = None) -> Tensor:
     return torch.cat((first_B1C, z_BTC[:, :-1]), dim=1)
 
 
-def check_passes(passes: int) -> None:
-    """Refuse fewer than one pass, or a fraction of one."""
-    if not hasattr(passes, "__index__") or passes < 1:
-        raise ContextReadyError(f"passes={passes} is no K; K counts passes of the blocks, so give 1, 2, 3, …")
+def build_model(config: ModelConfig) -> ContextReady:
+    """Make the model, freshly initialised, on torch's current default device and dtype."""
+    backbone = Transformer(config)
+    return ContextReady(backbone, build_correction(config.correction, backbone, config.correction_init, config.bias))

@@ -1,185 +1,206 @@
-"""The correction: what the previous position tells the next token before it enters the blocks.
+"""The corrections: what the previous position tells a token before it enters the blocks. Each is one class.
 
-Each variant is one small class; `CORRECTIONS` is the registry.
+A formula is written once, over operations that others bring: torch (`model/correction_module.py`), the hand-written
+gradient (`solve/bptt.py`), the graph of an exported model (`infer/ggml/graph.py`) and the accounting below. So a new
+correction is one class here and its test. Nothing here needs torch, because an exported model runs without it.
 """
 
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import Any, ClassVar, Protocol
 
-import torch
-from torch import Tensor, nn
-
-from contextready.errors import ContextReadyError
-from contextready.model.transformer import FFN, init_weights
-from contextready.settings import nearest
-
-if TYPE_CHECKING:
-    from contextready.model.context_ready import Backbone
+from contextready.errors import ContextReadyError, nearest
 
 
-class Correction(nn.Module):
-    """What every variant is: a function of the vector carried from t-1 and the embedding at t."""
+class Operations(Protocol):
+    """What formulas are made of. Values are what an implementation computes with; `+` adds them."""
 
-    macs_per_width_squared: int
-    """Multiply-accumulates per token, in units of C²."""
-    has_output_layer = True
-    """Whether there is an output layer of its own, which can start at zero."""
+    def LN(self, x: Any, name: str = "norm") -> Any:
+        """A layer norm of the correction's own, saved under this name."""
 
-    def __init__(self, backbone: "Backbone", bias: bool = False) -> None:
-        super().__init__()
-        self.width = backbone.width
+    def corr_ffn(self, x: Any) -> Any:
+        """The correction's own network: linear to 4C, GELU, linear back to C."""
 
-    def fits(self, backbone: "Backbone") -> bool:
-        """Whether this correction was made for such a backbone."""
-        return self.width == backbone.width
+    def last_ffn(self, x: Any) -> Any:
+        """The feed-forward network of the last block."""
 
-    def carry(self, x_BTC: Tensor, z_BTC: Tensor) -> Tensor:
-        """What a position leaves for the next one, given the block's input x and output z."""
-        return z_BTC
+    def concat(self, z: Any, e: Any) -> Any:
+        """Both, side by side."""
 
-    def forward(self, carried_BTC: Tensor, e_BTC: Tensor) -> Tensor:
-        """correction_t from what t-1 carried over and e_t."""
+
+class Correction:
+    """A correction: a function of z_{t-1} and e_t, the same at every position."""
+
+    name: ClassVar[str | None] = None
+    formula: ClassVar[str] = "none"
+    """For people: model cards and help."""
+    carries_residual: ClassVar[bool] = False
+    """What a position leaves for the next one: z - x, what the blocks added, instead of z."""
+
+    def __init_subclass__(cls, name: str | None = None) -> None:
+        cls.name = name
+        if name is not None:
+            CORRECTIONS[name] = cls()
+
+    def __call__(self, ops: Operations, z: Any, e: Any) -> Any:
+        """correction_t from what position t-1 left and e_t; none where nothing is added."""
         raise NotImplementedError
 
+    @cached_property
+    def parts(self) -> "Parts":
+        """The weights of the formula and its cost, found by evaluating it on widths."""
+        parts = Parts()
+        self(parts, Width(1), Width(1))
+        return parts
 
-class Add(Correction):
-    """corr_ffn(LN(z_{t-1} + e_t)): the paper's main form."""
 
-    macs_per_width_squared = 8
+CORRECTIONS: dict[str, Correction] = {}
+"""Every correction by name."""
 
-    def __init__(self, backbone: "Backbone", bias: bool = False) -> None:
-        super().__init__(backbone)
-        self.norm = nn.LayerNorm(backbone.width, bias=bias)
-        self.ffn = FFN(backbone.width, bias)
 
-    def forward(self, carried_BTC: Tensor, e_BTC: Tensor) -> Tensor:
+class Add(Correction, name="add"):
+    """The paper's main form."""
+
+    formula = "corr_ffn(LN(z_{t-1} + e_t))"
+
+    def __call__(self, ops: Operations, z: Any, e: Any) -> Any:
         """correction_t from z_{t-1} and e_t."""
-        out: Tensor = self.ffn(self.norm(carried_BTC + e_BTC))
-        return out
+        return ops.corr_ffn(ops.LN(z + e))
 
 
-class Blind(Add):
-    """corr_ffn(LN(z_{t-1})): the token itself is not seen."""
+class Concat(Correction, name="concat"):
+    """Both, side by side."""
 
-    def forward(self, carried_BTC: Tensor, e_BTC: Tensor) -> Tensor:
+    formula = "corr_ffn(LN([z_{t-1}; e_t]))"
+
+    def __call__(self, ops: Operations, z: Any, e: Any) -> Any:
+        """correction_t from z_{t-1} and e_t."""
+        return ops.corr_ffn(ops.LN(ops.concat(z, e)))
+
+
+class Blind(Correction, name="blind"):
+    """The token itself is not seen."""
+
+    formula = "corr_ffn(LN(z_{t-1}))"
+
+    def __call__(self, ops: Operations, z: Any, e: Any) -> Any:
         """correction_t from z_{t-1} alone."""
-        out: Tensor = self.ffn(self.norm(carried_BTC))
-        return out
+        return ops.corr_ffn(ops.LN(z))
 
 
-class Concat(Correction):
-    """corr_ffn(LN([z_{t-1}; e_t])): both, side by side."""
+class Memoryless(Correction, name="memoryless"):
+    """A control: an equally large network that does not see the past."""
 
-    macs_per_width_squared = 12
+    formula = "corr_ffn(LN(e_t))"
 
-    def __init__(self, backbone: "Backbone", bias: bool = False) -> None:
-        super().__init__(backbone)
-        self.norm = nn.LayerNorm(2 * backbone.width, bias=bias)
-        self.ffn = FFN(backbone.width, bias, inputs=2 * backbone.width)
-
-    def forward(self, carried_BTC: Tensor, e_BTC: Tensor) -> Tensor:
-        """correction_t from [z_{t-1}; e_t]."""
-        out: Tensor = self.ffn(self.norm(torch.cat((carried_BTC, e_BTC), dim=-1)))
-        return out
-
-
-class Memoryless(Add):
-    """corr_ffn(LN(e_t)): an equally large network that sees no past, the control of a conversion."""
-
-    def forward(self, carried_BTC: Tensor, e_BTC: Tensor) -> Tensor:
+    def __call__(self, ops: Operations, z: Any, e: Any) -> Any:
         """correction_t from e_t alone."""
-        out: Tensor = self.ffn(self.norm(e_BTC))
-        return out
+        return ops.corr_ffn(ops.LN(e))
 
 
-class BlockHead(Correction):
-    """z_{t-1} - x_{t-1}: no network, only what the blocks added to their input (ablation)."""
+class BlockHead(Correction, name="block_head"):
+    """An ablation: no network, only what the blocks added to their input."""
 
-    macs_per_width_squared = 0
-    has_output_layer = False
+    formula = "z_{t-1} - x_{t-1}"
+    carries_residual = True
 
-    def carry(self, x_BTC: Tensor, z_BTC: Tensor) -> Tensor:
-        """The blocks' own residual."""
-        return z_BTC - x_BTC
-
-    def forward(self, carried_BTC: Tensor, e_BTC: Tensor) -> Tensor:
-        """correction_t is what t-1 carried over."""
-        return carried_BTC
+    def __call__(self, ops: Operations, z: Any, e: Any) -> Any:
+        """correction_t is what position t-1 left."""
+        return z
 
 
-class Tied(Correction):
-    """FFN_D(LN(z_{t-1} + e_t)) with the weights of the last block's own FFN (ablation)."""
+class Tied(Correction, name="tied"):
+    """An ablation: the weights of the last block's own FFN."""
 
-    macs_per_width_squared = 8
-    has_output_layer = False
+    formula = "FFN_D(LN(z_{t-1} + e_t))"
 
-    def __init__(self, backbone: "Backbone", bias: bool = False) -> None:
-        super().__init__(backbone)
-        if not hasattr(backbone, "last_ffn"):
-            raise ContextReadyError("correction=tied needs this package's own transformer; use correction=add.")
-        self.norm = nn.LayerNorm(backbone.width, bias=bias)
-        # In a tuple, so that the weights are listed and saved once, as the block's.
-        self._shared = (backbone.last_ffn,)
-
-    def fits(self, backbone: "Backbone") -> bool:
-        """Only the very backbone whose weights it shares."""
-        return getattr(backbone, "last_ffn", None) is self._shared[0]
-
-    def forward(self, carried_BTC: Tensor, e_BTC: Tensor) -> Tensor:
+    def __call__(self, ops: Operations, z: Any, e: Any) -> Any:
         """correction_t from z_{t-1} and e_t."""
-        out: Tensor = self._shared[0](self.norm(carried_BTC + e_BTC))
-        return out
+        return ops.last_ffn(ops.LN(z + e))
 
 
-class Nothing(Correction):
-    """No correction at all: lets a plain transformer run wherever a context-ready model does, not a variant."""
+class NoCorrection(Correction):
+    """A plain transformer, wherever a context-ready model is expected."""
 
-    macs_per_width_squared = 0
-    has_output_layer = False
-
-    def forward(self, carried_BTC: Tensor, e_BTC: Tensor) -> Tensor:
+    def __call__(self, ops: Operations, z: Any, e: Any) -> Any:
         """Nothing is added."""
-        return torch.zeros_like(e_BTC)
+        return None
 
 
-CORRECTIONS: dict[str, type[Correction]] = {
-    "add": Add,
-    "concat": Concat,
-    "blind": Blind,
-    "memoryless": Memoryless,
-    "block_head": BlockHead,
-    "tied": Tied,
-}
-
-
+NO_CORRECTION = NoCorrection()
 INITS = ("random", "zero")
 
 
-def check_correction(kind: str, init: str) -> None:
+def find_correction(name: str | None) -> Correction:
+    """The correction of this name; none: no correction."""
+    if name is None:
+        return NO_CORRECTION
+    if name not in CORRECTIONS:
+        raise ContextReadyError(f"Unknown correction '{name}'; {nearest(name, list(CORRECTIONS))}")
+    return CORRECTIONS[name]
+
+
+def check_correction(name: str | None, init: str) -> None:
     """Refuse an unknown correction, an unknown initialisation, or a pair that makes no sense."""
-    if kind not in CORRECTIONS:
-        raise ContextReadyError(f"Unknown correction '{kind}'; {nearest(kind, list(CORRECTIONS))}")
+    correction = find_correction(name)
     if init not in INITS:
         raise ContextReadyError(f"Unknown correction_init '{init}'; {nearest(init, INITS)}")
-    if init == "zero" and not CORRECTIONS[kind].has_output_layer:
+    if name is not None and init == "zero" and not correction.parts.has_network:
         raise ContextReadyError(
-            f"correction={kind} has no output layer of its own to start at zero; use correction_init=random."
+            f"correction={name} has no output layer of its own to start at zero; use correction_init=random."
         )
 
 
-def build_correction(kind: str, backbone: "Backbone", init: str = "random", bias: bool = False) -> Correction:
-    """Make a correction for this backbone, on its device and in its dtype.
-
-    With `init="zero"` the output layer starts at zero, so the model starts as the backbone alone.
-    """
-    check_correction(kind, init)
-    correction = CORRECTIONS[kind](backbone, bias)
-    initialise(correction, init)
-    return correction.to(next(backbone.parameters()))
+def describe_corrections() -> str:
+    """Help text: every correction and its formula."""
+    return "\n".join(f"  {name:<18}{correction.formula}" for name, correction in CORRECTIONS.items())
 
 
-def initialise(correction: Correction, init: str) -> None:
-    """Give a correction the weights it starts with."""
-    init_weights(correction)
-    if init == "zero":
-        assert isinstance(correction.ffn, FFN)
-        nn.init.zeros_(correction.ffn.down.weight)
+class Width:
+    """The size of a value in units of C."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __add__(self, other: "Width") -> "Width":
+        if self.size != other.size:
+            raise ValueError(f"A formula adds values of {self.size} C and {other.size} C.")
+        return self
+
+
+class Parts:
+    """The operations on widths: which norms a formula has, whether it has a network, and what it costs."""
+
+    def __init__(self) -> None:
+        self.norms: dict[str, int] = {}
+        """Their sizes by name, in units of C."""
+        self.network_inputs = 0
+        """Inputs of corr_ffn in units of C; 0 where the formula has none."""
+        self.uses_last_ffn = False
+        self.macs_per_width_squared = 0
+        """Multiply-accumulates per token, in units of C²."""
+
+    @property
+    def has_network(self) -> bool:
+        """Whether there is an output layer of its own, which can start at zero."""
+        return self.network_inputs > 0
+
+    def LN(self, x: Width, name: str = "norm") -> Width:
+        """Note a norm."""
+        self.norms[name] = x.size
+        return x
+
+    def corr_ffn(self, x: Width) -> Width:
+        """Note the network."""
+        self.network_inputs = x.size
+        self.macs_per_width_squared += 4 * x.size + 4
+        return Width(1)
+
+    def last_ffn(self, x: Width) -> Width:
+        """Note that the last block's network is used."""
+        self.uses_last_ffn = True
+        self.macs_per_width_squared += 8
+        return x
+
+    def concat(self, z: Width, e: Width) -> Width:
+        """Both sizes together."""
+        return Width(z.size + e.size)

@@ -1,6 +1,7 @@
 """Multiply-accumulates of a transformer's parts, from its configuration alone."""
 
 from contextready.model.config import TransformerConfig
+from contextready.model.correction import find_correction
 
 
 def block_macs(config: TransformerConfig) -> int:
@@ -24,3 +25,8 @@ def _up_to(config: TransformerConfig, tokens: int) -> int:
     short = min(tokens, window)
     pairs = short * (short + 1) // 2 + (tokens - short) * window
     return 2 * pairs * config.width * config.layers
+
+
+def correction_macs(name: str | None, width: int) -> int:
+    """Matrix products of a correction for one token."""
+    return find_correction(name).parts.macs_per_width_squared * width**2

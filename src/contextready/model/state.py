@@ -1,7 +1,6 @@
 """The state of a stream: everything a context-ready model remembers between tokens, as a value."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from contextready.errors import ContextReadyError
+from contextready.files import staged_file
 from contextready.model.cache import Cache, KVCache
 
 FORMAT = "contextready-state-1"
@@ -95,13 +95,8 @@ class State:
         tensors = {f"cache.{name}": tensor.contiguous() for name, tensor in tensors.items()}
         tensors["carried"] = self.carried_BRC.contiguous()
         header = {"format": FORMAT, "history": str(self.history), "cache": json.dumps(meta), "note": note}
-        partial = Path(f"{path}.partial")
-        try:
-            save_file(tensors, partial, metadata=header)
-            os.replace(partial, path)
-        except Exception as error:
-            partial.unlink(missing_ok=True)
-            raise ContextReadyError(f"The state could not be written to {path}: {error}.") from error
+        with staged_file(Path(path)) as staging:
+            save_file(tensors, staging, metadata=header)
 
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu") -> "State":

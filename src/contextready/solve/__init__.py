@@ -1,1 +1,4 @@
-"""The fixed point by iteration."""
+"""The fixed point: parallel passes, sweeps, reading prompts, and the gradients of training.
+
+May import model.
+"""

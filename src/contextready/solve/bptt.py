@@ -5,7 +5,8 @@ token. Here every intermediate result has its place in buffers made once, each t
 activations alone, and a weight's gradient is one product over all tokens at the end.
 
 That speed costs a second spelling of the recurrence, forward and backward. `ContextReady.recur` is the definition: a
-change there must come here too, and `tests/solve/test_bptt.py` compares the two for every correction.
+change there must come here too, and `tests/solve/test_bptt.py` compares the two for every correction. The correction
+itself is not spelled again: its formula is evaluated over `StepCorrection`.
 """
 
 from typing import Any
@@ -13,21 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from contextready.model.attention import Attend
 from contextready.model.context_ready import ContextReady
-from contextready.model.correction import Add, Blind, BlockHead, Concat, Correction, Memoryless, Tied
-from contextready.model.transformer import FFN, Block, Transformer, attention_plan
-from contextready.solve.bptt_parts import (
-    Gradients,
-    Rows,
-    StepAttention,
-    StepDropout,
-    StepFFN,
-    StepNorm,
-    StepResidual,
-)
+from contextready.model.correction_module import CorrectionModule
+from contextready.model.transformer import Block, Transformer
+from contextready.solve.bptt_correction import StepCorrection
+from contextready.solve.bptt_parts import Gradients, PerToken, StepAttention, StepDropout, StepFFN, StepResidual
 
 
-class Stream:
+class DifferentiableStream:
     """The outputs z of a model's stream over whole sequences, differentiable."""
 
     def __init__(self, model: ContextReady) -> None:
@@ -37,8 +32,8 @@ class Stream:
     def __call__(self, e_BTC: Tensor) -> Tensor:
         """z (B, T, C) of embeddings read one by one."""
         model = self.model
-        if type(model.backbone) is not Transformer or type(model.correction) not in _CORRECTIONS:
-            # Another backbone knows its own step only, so autograd goes through that.
+        if type(model.backbone) is not Transformer or type(model.correction) is not CorrectionModule:
+            # Others know their own step only, so autograd goes through that.
             return model.read(e_BTC, model.init_state(len(e_BTC)))[0]
         z_BTC: Tensor = _Read.apply(e_BTC, self, *model.parameters())  # type: ignore[no-untyped-call]
         return z_BTC
@@ -59,7 +54,7 @@ class _Read(torch.autograd.Function):
     """The stream as one node of the graph, from embeddings and weights to z."""
 
     @staticmethod
-    def forward(ctx: Any, e_BTC: Tensor, stream: Stream, *parameters: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, e_BTC: Tensor, stream: DifferentiableStream, *parameters: nn.Parameter) -> Tensor:
         ctx.stream, ctx.parameters, ctx.tape = stream, parameters, stream.take_tape(e_BTC)
         ctx.versions = [p._version for p in parameters]
         z_BTC: Tensor = ctx.tape.forward(e_BTC)
@@ -95,15 +90,15 @@ class _Tape:
         assert isinstance(backbone, Transformer)
         T, C = e_BTC.shape[1:]
         self.made_for = _made_for(model, e_BTC)
-        self.e, self.x = Rows(e_BTC, C), Rows(e_BTC, C)
-        self.correction = _CORRECTIONS[type(model.correction)](model.correction, self.e)
+        self.e, self.x = PerToken(e_BTC, C), PerToken(e_BTC, C)
+        self.correction = StepCorrection(model.correction, self.e)
         self.drop = StepDropout(backbone.dropout)
         self.entered = self.x.like(C) if self.drop.p > 0.0 else self.x
-        plan = attention_plan(backbone.config, e_BTC, 0, 0)
+        attend = Attend(backbone.config, e_BTC)
         self.layers: list[StepResidual] = []
         for block in backbone.layers:
             assert isinstance(block, Block)
-            attention = StepAttention(block.attn, self.e, plan, min(backbone.config.window or T, T))
+            attention = StepAttention(block.attn, self.e, attend, min(backbone.config.window or T, T))
             self._add(block.attn_norm, attention, block.dropout)
             self._add(block.ffn_norm, StepFFN(block.ffn, self.e), block.dropout)
         if backbone.extra_ffn is not None and backbone.extra_norm is not None:
@@ -153,110 +148,3 @@ class _Tape:
         yield from self.correction.gather()
         for layer in self.layers:
             yield from layer.gather()
-
-
-class _Correction:
-    """A correction with a norm and a network; what it carries over is z."""
-
-    inputs_wide = 1
-
-    def __init__(self, correction: Correction, e: Rows) -> None:
-        norm = correction.norm
-        ffn = correction._shared[0] if isinstance(correction, Tied) else correction.ffn
-        assert isinstance(norm, nn.LayerNorm)
-        assert isinstance(ffn, FFN)
-        self.e, self.joined = e, e.like(self.inputs_wide * e.all.shape[2])
-        self.norm, self.ffn = StepNorm(norm, self.joined), StepFFN(ffn, e)
-
-    def begin(self) -> None:
-        self.norm.begin()
-        self.ffn.begin()
-
-    def join(self, carried_BC: Tensor, e_BC: Tensor, out: Tensor) -> None:
-        """What the norm sees."""
-        torch.add(carried_BC, e_BC, out=out)
-
-    def join_backward(self, d: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Gradients of the carried vector and of the embedding."""
-        return d, d
-
-    def forward(self, t: int, carried_BC: Tensor) -> Tensor:
-        self.join(carried_BC, self.e.at[t], self.joined.at[t])
-        return self.ffn.forward(t, self.norm.forward(t))
-
-    def backward(self, t: int, dcorrection_BC: Tensor) -> tuple[Tensor, Tensor | None]:
-        self.ffn.dy.at[t].copy_(dcorrection_BC)
-        self.ffn.backward(t, out=self.norm.dy.at[t])
-        return self.join_backward(self.norm.backward(t))
-
-    def carry(self, x_BC: Tensor, z_BC: Tensor) -> Tensor:
-        return z_BC
-
-    def carry_backward(self, dcarried_BC: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Gradients of x and of z."""
-        return None, dcarried_BC
-
-    def gather(self) -> Gradients:
-        x, gradients = self.norm.gather()
-        yield from gradients
-        yield from self.ffn.gather(x)
-
-
-class _Blind(_Correction):
-    def join(self, carried_BC: Tensor, e_BC: Tensor, out: Tensor) -> None:
-        out.copy_(carried_BC)
-
-    def join_backward(self, d: Tensor) -> tuple[Tensor, Tensor | None]:
-        return d, None
-
-
-class _Memoryless(_Correction):
-    def join(self, carried_BC: Tensor, e_BC: Tensor, out: Tensor) -> None:
-        out.copy_(e_BC)
-
-    def join_backward(self, d: Tensor) -> tuple[Tensor, Tensor | None]:
-        return torch.zeros_like(d), d
-
-
-class _Concat(_Correction):
-    inputs_wide = 2
-
-    def join(self, carried_BC: Tensor, e_BC: Tensor, out: Tensor) -> None:
-        torch.cat((carried_BC, e_BC), dim=-1, out=out)
-
-    def join_backward(self, d: Tensor) -> tuple[Tensor, Tensor | None]:
-        dcarried_BC, de_BC = d.chunk(2, dim=-1)
-        return dcarried_BC, de_BC
-
-
-class _BlockHead(_Correction):
-    def __init__(self, correction: Correction, e: Rows) -> None:
-        pass
-
-    def begin(self) -> None:
-        pass
-
-    def forward(self, t: int, carried_BC: Tensor) -> Tensor:
-        return carried_BC
-
-    def backward(self, t: int, dcorrection_BC: Tensor) -> tuple[Tensor, Tensor | None]:
-        return dcorrection_BC, None
-
-    def carry(self, x_BC: Tensor, z_BC: Tensor) -> Tensor:
-        return z_BC - x_BC
-
-    def carry_backward(self, dcarried_BC: Tensor) -> tuple[Tensor | None, Tensor]:
-        return -dcarried_BC, dcarried_BC
-
-    def gather(self) -> Gradients:
-        yield from ()
-
-
-_CORRECTIONS: dict[type[Correction], type[_Correction]] = {
-    Add: _Correction,
-    Tied: _Correction,
-    Blind: _Blind,
-    Memoryless: _Memoryless,
-    Concat: _Concat,
-    BlockHead: _BlockHead,
-}

@@ -12,16 +12,17 @@ from math import sqrt
 import torch
 from torch import Tensor, nn
 
-from contextready.model.transformer import FFN, Attention, AttentionPlan
+from contextready.model.attention import Attend
+from contextready.model.transformer import FFN, Attention
 
 aten = torch.ops.aten
-CHUNK = 32
+KEY_BLOCK = 32
 """Positions whose gradients reach the keys before them in one product."""
 Gradients = Iterator[tuple[Tensor, Tensor]]
 """Weights and their gradients."""
 
 
-class Rows:
+class PerToken:
     """A vector for every token: all of them (T, B, width), and views of each position's, made once."""
 
     def __init__(self, like_BT: Tensor, width: int) -> None:
@@ -29,9 +30,9 @@ class Rows:
         self.all = like_BT.new_empty(T, B, width)
         self.at = self.all.unbind(0)
 
-    def like(self, width: int) -> "Rows":
-        """Rows of another width for the same tokens."""
-        return Rows(self.all.transpose(0, 1), width)
+    def like(self, width: int) -> "PerToken":
+        """PerToken of another width for the same tokens."""
+        return PerToken(self.all.transpose(0, 1), width)
 
     @property
     def flat(self) -> Tensor:
@@ -42,9 +43,9 @@ class Rows:
 class StepLinear:
     """A product by a weight. Whoever is behind it fills in dy; its inputs are handed in again to gather."""
 
-    def __init__(self, linear: nn.Linear, rows: Rows, order: Tensor | None = None) -> None:
+    def __init__(self, linear: nn.Linear, like: PerToken, order: Tensor | None = None) -> None:
         self.linear, self.order = linear, order
-        self.y, self.dy = rows.like(linear.out_features), rows.like(linear.out_features)
+        self.y, self.dy = like.like(linear.out_features), like.like(linear.out_features)
 
     def begin(self) -> None:
         weight, bias, order = self.linear.weight, self.linear.bias, self.order
@@ -72,7 +73,7 @@ class StepLinear:
 class StepNorm:
     """A layer norm. Whoever is behind it fills in dy."""
 
-    def __init__(self, norm: nn.LayerNorm, x: Rows) -> None:
+    def __init__(self, norm: nn.LayerNorm, x: PerToken) -> None:
         self.norm, self.x, self.dy = norm, x, x.like(x.all.shape[2])
 
     def begin(self) -> None:
@@ -130,9 +131,9 @@ class StepDropout:
 class StepFFN:
     """Linear, GELU, linear."""
 
-    def __init__(self, ffn: FFN, rows: Rows) -> None:
-        self.up, self.down = StepLinear(ffn.up, rows), StepLinear(ffn.down, rows)
-        self.active, self.dy = rows.like(ffn.up.out_features), self.down.dy
+    def __init__(self, ffn: FFN, like: PerToken) -> None:
+        self.up, self.down = StepLinear(ffn.up, like), StepLinear(ffn.down, like)
+        self.active, self.dy = like.like(ffn.up.out_features), self.down.dy
 
     def begin(self) -> None:
         self.up.begin()
@@ -159,7 +160,7 @@ class StepFFN:
 class StepResidual:
     """A residual branch: h + dropout(inner(LN(h)))."""
 
-    def __init__(self, h: Rows, norm: nn.LayerNorm, inner: "StepFFN | StepAttention", dropout: nn.Dropout) -> None:
+    def __init__(self, h: PerToken, norm: nn.LayerNorm, inner: "StepFFN | StepAttention", dropout: nn.Dropout) -> None:
         self.h, self.norm, self.inner, self.drop = h, StepNorm(norm, h), inner, StepDropout(dropout)
         self.y = h.like(h.all.shape[2])
 
@@ -189,27 +190,27 @@ class StepAttention:
     reaches the key; a chunk that is done adds to all earlier keys in one product.
     """
 
-    def __init__(self, attention: Attention, rows: Rows, plan: AttentionPlan, window: int) -> None:
-        T, B, C = rows.all.shape
-        H, D, new = attention.heads, attention.head_size, rows.all.new_empty
+    def __init__(self, attention: Attention, like: PerToken, attend: Attend, window: int) -> None:
+        T, B, C = like.all.shape
+        H, E, new = attention.heads, attention.head_size, like.all.new_empty
         # Keys, queries, values; channels that turn together, of keys and queries, side by side as a complex number.
-        q, k, v = torch.arange(3 * C, device=rows.all.device).view(3, H, 2, D // 2)
+        q, k, v = torch.arange(3 * C, device=like.all.device).view(3, H, 2, E // 2)
         order = torch.cat((k.mT.flatten(), q.mT.flatten(), v.flatten()))
-        self.kqv, self.out = StepLinear(attention.qkv, rows, order), StepLinear(attention.out, rows)
-        self.mixed, self.dy = rows.like(C), self.out.dy
+        self.kqv, self.out = StepLinear(attention.qkv, like, order), StepLinear(attention.out, like)
+        self.mixed, self.dy = like.like(C), self.out.dy
         # The turn by each position's angle; the query is scaled in the same stroke.
-        scale_21D = rows.all.new_tensor([1.0, 1.0 / sqrt(D)])[:, None, None]
-        turns_T21D = torch.complex(plan.cos_TD, plan.sin_TD)[:, None, None] * scale_21D
-        self.turns, self.turns_back = turns_T21D.unbind(0), turns_T21D.conj().resolve_conj().unbind(0)
-        self.T, self.W, self.shape_BHD = T, window, (B, H, D)
-        self.k_NTD, self.v_NTD, self.dy_q_MTD = *new(2, B * H, T, D), new(2 * B * H, T, D)
-        self.dy_NTD, self.q_NTD = self.dy_q_MTD.chunk(2)
-        self.dvkq_3BHTD = new(3, B, H, T, D)
-        self.dv_dk_MTD, self.dq_NTD = self.dvkq_3BHTD[:2].flatten(0, 2), self.dvkq_3BHTD[2].flatten(0, 1)
+        scale_21E = like.all.new_tensor([1.0, 1.0 / sqrt(E)])[:, None, None]
+        rotation_T21E = torch.complex(attend.cos, attend.sin)[:, None, None] * scale_21E
+        self.rotation, self.inverse_rotation = rotation_T21E.unbind(0), rotation_T21E.conj().resolve_conj().unbind(0)
+        self.T, self.W, self.shape_BHE = T, window, (B, H, E)
+        self.k_NTE, self.v_NTE, self.dy_q_MTE = *new(2, B * H, T, E), new(2 * B * H, T, E)
+        self.dy_NTE, self.q_NTE = self.dy_q_MTE.chunk(2)
+        self.dvkq_3BHTE = new(3, B, H, T, E)
+        self.dv_dk_MTE, self.dq_NTE = self.dvkq_3BHTE[:2].flatten(0, 2), self.dvkq_3BHTE[2].flatten(0, 1)
         # Row t is of the W keys t - W + 1 … t, the newest last, behind as many zeros as let a chunk of rows be read as
         # a matrix of queries by keys.
-        self.p_ds_MTP = new(2 * B * H, T, CHUNK - 1 + window)
-        self.p_ds_MTP[:, :, : CHUNK - 1] = 0.0
+        self.p_ds_MTP = new(2 * B * H, T, KEY_BLOCK - 1 + window)
+        self.p_ds_MTP[:, :, : KEY_BLOCK - 1] = 0.0
         self.p_NTP, self.ds_NTP = self.p_ds_MTP.chunk(2)
 
     def begin(self) -> None:
@@ -217,37 +218,39 @@ class StepAttention:
         self.out.begin()
 
     def forward(self, t: int, x_BC: Tensor) -> Tensor:
-        first, (B, H, D) = max(0, t + 1 - self.W), self.shape_BHD
-        kqv_B3HD = self.kqv.forward(t, x_BC).view(B, 3, H, D)
-        kq_B2HD = kqv_B3HD[:, :2]
-        _turn(kq_B2HD, self.turns[t], out=kq_B2HD)
-        k_BHD, q_BHD, v_BHD = kqv_B3HD.unbind(1)
-        q_N1D = q_BHD.reshape(B * H, 1, D)
-        self.k_NTD[:, t].view(B, H, D).copy_(k_BHD)
-        self.v_NTD[:, t].view(B, H, D).copy_(v_BHD)
-        self.q_NTD[:, t : t + 1] = q_N1D
-        p_N1S = torch.bmm(q_N1D, self.k_NTD[:, first : t + 1].mT).softmax(-1)
+        first, (B, H, E) = max(0, t + 1 - self.W), self.shape_BHE
+        kqv_B3HE = self.kqv.forward(t, x_BC).view(B, 3, H, E)
+        kq_B2HE = kqv_B3HE[:, :2]
+        _rotate(kq_B2HE, self.rotation[t], out=kq_B2HE)
+        k_BHE, q_BHE, v_BHE = kqv_B3HE.unbind(1)
+        q_N1E = q_BHE.reshape(B * H, 1, E)
+        self.k_NTE[:, t].view(B, H, E).copy_(k_BHE)
+        self.v_NTE[:, t].view(B, H, E).copy_(v_BHE)
+        self.q_NTE[:, t : t + 1] = q_N1E
+        p_N1S = torch.bmm(q_N1E, self.k_NTE[:, first : t + 1].mT).softmax(-1)
         self.p_NTP[:, t : t + 1, first - t - 1 :] = p_N1S
-        torch.bmm(p_N1S, self.v_NTD[:, first : t + 1], out=self.mixed.at[t].view(B * H, 1, D))
+        torch.bmm(p_N1S, self.v_NTE[:, first : t + 1], out=self.mixed.at[t].view(B * H, 1, E))
         return self.out.forward(t, self.mixed.at[t])
 
     def backward(self, t: int, out: Tensor) -> None:
-        first, (B, H, D) = max(0, t + 1 - self.W), self.shape_BHD
+        first, (B, H, E) = max(0, t + 1 - self.W), self.shape_BHE
         if t == self.T - 1:
-            self.dv_dk_MTD.zero_()
-        dy_N1D = self.out.backward(t).view(B * H, 1, D)
-        self.dy_NTD[:, t : t + 1] = dy_N1D
+            self.dv_dk_MTE.zero_()
+        dy_N1E = self.out.backward(t).view(B * H, 1, E)
+        self.dy_NTE[:, t : t + 1] = dy_N1E
         p_N1S = self.p_NTP[:, t : t + 1, first - t - 1 :]
-        dp_N1S = torch.bmm(dy_N1D, self.v_NTD[:, first : t + 1].mT)
+        dp_N1S = torch.bmm(dy_N1E, self.v_NTE[:, first : t + 1].mT)
         ds_N1S = aten._softmax_backward_data(dp_N1S, p_N1S, -1, p_N1S.dtype)
         self.ds_NTP[:, t : t + 1, first - t - 1 :] = ds_N1S
-        self.dq_NTD[:, t : t + 1] = torch.bmm(ds_N1S, self.k_NTD[:, first : t + 1])
-        begin = t - t % CHUNK
-        end = min(begin + CHUNK, self.T)
+        self.dq_NTE[:, t : t + 1] = torch.bmm(ds_N1S, self.k_NTE[:, first : t + 1])
+        begin = t - t % KEY_BLOCK
+        end = min(begin + KEY_BLOCK, self.T)
         self._add_to_keys(range(t, t + 1), range(t, min(end, t + self.W)))
-        dkqv_3BHD = self.kqv.dy.at[t].view(B, 3, H, D).transpose(0, 1)
-        _turn(self.dvkq_3BHTD[1:, :, :, t].transpose(0, 1), self.turns_back[t], out=dkqv_3BHD[:2].transpose(0, 1))
-        dkqv_3BHD[2] = self.dvkq_3BHTD[0, :, :, t]
+        dkqv_3BHE = self.kqv.dy.at[t].view(B, 3, H, E).transpose(0, 1)
+        _rotate(
+            self.dvkq_3BHTE[1:, :, :, t].transpose(0, 1), self.inverse_rotation[t], out=dkqv_3BHE[:2].transpose(0, 1)
+        )
+        dkqv_3BHE[2] = self.dvkq_3BHTE[0, :, :, t]
         if t == begin:
             self._add_to_keys(range(first, t), range(t, end))
         self.kqv.backward(t, out=out)
@@ -261,17 +264,17 @@ class StepAttention:
         size, stride = (M, len(queries), len(keys)), (T * P, P - 1, 1)
         matrix = self.p_ds_MTP.as_strided(size, stride, (queries.start + 1) * (P - 1) + keys.start)
         # Copied, because a batch of matrices with these strides would be multiplied one by one.
-        product = torch.bmm(matrix.mT.contiguous(), self.dy_q_MTD[:, queries.start : queries.stop])
-        self.dv_dk_MTD[:, keys.start : keys.stop] += product
+        product = torch.bmm(matrix.mT.contiguous(), self.dy_q_MTE[:, queries.start : queries.stop])
+        self.dv_dk_MTE[:, keys.start : keys.stop] += product
 
     def gather(self, x: Tensor) -> Gradients:
         yield from self.kqv.gather(x)
         yield from self.out.gather(self.mixed.flat)
 
 
-def _turn(x_BPHD: Tensor, turns: Tensor, out: Tensor) -> None:
+def _rotate(x_BPHE: Tensor, rotation: Tensor, out: Tensor) -> None:
     """Multiply pairs of channels, as complex numbers, by a turn."""
-    torch.mul(_as_complex(x_BPHD), turns, out=_as_complex(out))
+    torch.mul(_as_complex(x_BPHE), rotation, out=_as_complex(out))
 
 
 def _as_complex(x: Tensor) -> Tensor:

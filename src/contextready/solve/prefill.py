@@ -3,42 +3,68 @@
 sequential  one token at a time: exact, one pass a token, nothing in parallel
 jacobi      parallel passes over the whole prompt (the paper's), until a pass changes little
 sweep       one plain pass, then sweeps over segments (`solve/sweep.py`), until a sweep changes little
+
+This package's transformer solves a prompt in place, in a buffer of keys and values: an engine's own (`read_into`), or
+one made for it (`prefill`). Other backbones go by their own caches.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, inf, isnan, log2
+from math import ceil, inf, isfinite, isnan, log2
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from contextready.errors import ContextReadyError
+from contextready.errors import ContextReadyError, nearest
+from contextready.model.buffer import KVBuffer
+from contextready.model.cache import KVCache
+from contextready.model.checks import check_tokens
 from contextready.model.context_ready import ContextReady
-from contextready.model.correction import Nothing
-from contextready.model.macs import attention_macs_of, block_macs
+from contextready.model.macs import attention_macs_of, block_macs, correction_macs
 from contextready.model.state import State
-from contextready.model.transformer import Transformer, check_tokens
-from contextready.settings import nearest
-from contextready.solve.hardware import free_rows
-from contextready.solve.report import ReadInfo
+from contextready.model.transformer import Transformer
+from contextready.solve.hardware import free_tokens
+from contextready.solve.reading import ReadInfo
 from contextready.solve.sweep import Chunk, solve_by_sweeps
-from contextready.solve.unroll import unroll
+from contextready.solve.unroll import check_tolerance, iterate
 
 SOLVERS = ("sweep", "jacobi", "sequential")
 TOLERANCE = 0.03
-"""The error of z that may be left, by the last changes, relative to the largest ‖z‖; the true one is far smaller, and
-greedy continuations were the stream's (docs/log.md)."""
+"""The error of z that may be left, by the last changes, relative to each position's norm; the true one is far smaller,
+and greedy continuations were the stream's (docs/log.md)."""
 CHUNK = 4096
 """Tokens solved at once; the memory of a longer prompt's solution does not grow with it."""
 SHORTEST_SEGMENT = 8
 """Shorter segments would need more sweeps than their wider steps save."""
 WIDTH = 8.0
-"""How wide a step is, in units of the rows that come free: a ninth of its time then goes to what it costs anyway."""
+"""How wide a step is, in units of the tokens that come free: a ninth of its time then goes to what it costs anyway."""
 FEWEST_SEGMENTS = 4
 """A plain pass and the usual three sweeps over fewer segments cost more than reading their tokens one by one."""
 MOST_PASSES = 32
 """Passes that a model without sweeps is given to settle before its prompt is read one by one."""
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """How prompts are read."""
+
+    solver: str = "sweep"
+    """sweep, jacobi or sequential."""
+    tolerance: float = TOLERANCE
+    """What the last pass of jacobi may change, and the error that the last two changes of sweep let expect."""
+    segment: int | None = None
+    """L, the length of sweep's segments; none: chosen for this hardware."""
+    chunk: int = CHUNK
+    """Prompts longer than this are solved chunk by chunk."""
+
+    def __post_init__(self) -> None:
+        if self.solver not in SOLVERS:
+            raise ContextReadyError(f"Unknown solver '{self.solver}'; {nearest(self.solver, SOLVERS)}")
+        check_tolerance(self.tolerance)
+        if self.chunk < 1 or (self.segment is not None and self.segment < 1):
+            raise ContextReadyError(f"chunk={self.chunk} and segment={self.segment} count tokens; give at least 1.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,150 +77,185 @@ class Prefill:
     info: ReadInfo
 
 
-@torch.no_grad()
-def prefill(
-    model: ContextReady,
-    tokens_BT: Tensor,
-    state: State | None = None,
-    *,
-    solver: str = "sweep",
-    tolerance: float = TOLERANCE,
-    segment: int | None = None,
-    chunk: int = CHUNK,
-) -> Prefill:
-    """Read the next tokens after `state`, or from the start.
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """A stretch of a prompt: what its positions gave out and carry over, and how it was read."""
 
-    `tolerance` bounds what jacobi's last pass changes, and the error that sweep's last two changes let expect, relative
-    to the largest ‖z‖; `segment` fixes the length L, else it is chosen for this hardware. Prompts longer than `chunk`
-    tokens are solved chunk by chunk.
+    z_BTC: Tensor
+    carried_BTC: Tensor
+    info: ReadInfo
+
+
+@torch.no_grad()
+def prefill(model: ContextReady, tokens_BT: Tensor, state: State | None = None, **settings: Any) -> Prefill:
+    """Read the next tokens after `state`, or from the start, into a new state.
+
+    The settings are those of `PromptReader`: solver, tolerance, segment and chunk.
     """
-    if solver not in SOLVERS:
-        raise ContextReadyError(f"Unknown solver '{solver}'; {nearest(solver, SOLVERS)}")
-    if not tolerance >= 0.0:
-        raise ContextReadyError(f"tolerance={tolerance} is not a distance; give 0 or more, for example 0.01.")
-    if chunk < 1 or (segment is not None and segment < 1):
-        raise ContextReadyError(f"chunk={chunk} and segment={segment} count tokens; give at least 1.")
+    reader = PromptReader(**settings)
     check_tokens(tokens_BT)
     state = model.init_state(tokens_BT.shape[0]) if state is None else state
     model.check_state(state, model.backbone.embed(tokens_BT[:, :1]))
-    read = _Reader(model, solver, tolerance, segment)
-    start, parts = time.perf_counter(), []
-    for first in range(0, tokens_BT.shape[1], chunk):
-        part = read(tokens_BT[:, first : first + chunk], state)
-        parts.append(part)
-        state = part.state
-    info = _joined([part.info for part in parts], time.perf_counter() - start)
-    return Prefill(parts[-1].z_B1C, state, info)
+    if not isinstance(model.backbone, Transformer):
+        return _read_by_cache(model, tokens_BT, state, reader)
+    assert isinstance(state.cache, KVCache)
+    B, T, history = state.batch_size, tokens_BT.shape[1], state.history
+    capacity = buffer_capacity(model.backbone, state.position + T, min(T, reader.chunk), history)
+    buffer = model.backbone.init_buffer(B, capacity)
+    for row in range(B):
+        buffer.load(row, state.cache.select(torch.tensor([row], device=tokens_BT.device)))
+    solved = read_into(model, tokens_BT, buffer, state.position, state.z_prev_B1C, reader, history + 1)
+    caches = [buffer.cache(row, state.position + T, history) for row in range(B)]
+    return Prefill(solved.z_BTC[:, -1:], state.advanced(solved.carried_BTC, KVCache.stacked(caches)), solved.info)
+
+
+def buffer_capacity(backbone: Transformer, tokens: int, chunk: int, history: int) -> int:
+    """Slots that a prompt needs to be solved in: all its positions, or a window's and those of one chunk."""
+    window = backbone.config.window
+    return tokens if window is None else min(tokens, window - 1 + max(history, chunk))
+
+
+@torch.no_grad()
+def read_into(
+    model: ContextReady,
+    tokens_BT: Tensor,
+    buffer: KVBuffer,
+    position: int,
+    before_B1C: Tensor,
+    reader: PromptReader,
+    keep: int = 1,
+) -> Solved:
+    """Read the next tokens into a buffer that holds what came before `position`, chunk by chunk.
+
+    `before_B1C` is what the position before them left behind. The last position's z and what the newest `keep` ones
+    carry over are returned; keys and values are in the buffer.
+    """
+    start, infos = time.perf_counter(), []
+    kept: list[Tensor] = []
+    for tokens_BS in torch.split(tokens_BT, reader.chunk, dim=1):
+        chunk = Chunk(model, model.backbone.embed(tokens_BS), buffer, position, before_B1C)
+        solved = _solve(chunk, reader)
+        infos.append(solved.info)
+        kept.append(solved.carried_BTC[:, -keep:])
+        before_B1C, position = solved.carried_BTC[:, -1:], position + tokens_BS.shape[1]
+    info = _joined(infos, time.perf_counter() - start)
+    return Solved(solved.z_BTC[:, -1:], torch.cat(kept, dim=1)[:, -keep:], info)
+
+
+def _solve(chunk: Chunk, reader: PromptReader) -> Solved:
+    """Solve one chunk in its buffer."""
+    model, T = chunk.model, chunk.e_BTC.shape[1]
+    costs = _Costs(model, chunk.position, chunk.e_BTC)
+    short = FEWEST_SEGMENTS * (reader.segment or SHORTEST_SEGMENT) > T
+    if not model.is_recurrent:
+        chunk.plain_pass()
+        info = costs.info("plain", [], exact=True)
+    elif reader.solver == "jacobi":
+        passes = model.passes(chunk.e_BTC, chunk.all_places(), chunk.before_B1C)
+        result, changes_KBT = iterate(passes, T + 1, reader.tolerance)
+        changes = tuple(float(change_BT.max()) for change_BT in changes_KBT)
+        info = costs.info("jacobi", [(0, T)] * len(changes), changes, exact=_all_exact(changes, T))
+        return Solved(result.z_BTC, result.carried_BTC, info)
+    elif reader.solver == "sequential" or short:
+        chunk.read_from(0)
+        info = costs.info("sequential", [(0, T)], exact=True, plain_pass=False)
+    else:
+        free = free_tokens(model)
+        swept = solve_by_sweeps(chunk, reader.tolerance, reader.segment or segment_length(T, free), free)
+        note = ""
+        if swept.alone_from is not None:
+            note = (
+                f"after sweep {len(swept.changes)} the rest seemed cheaper one by one, from token {swept.alone_from} on"
+            )
+        info = costs.info("sweep", swept.runs, swept.changes, swept.exact, note)
+    return Solved(chunk.z_BTC, chunk.carried_BTC, info)
+
+
+def _read_by_cache(model: ContextReady, tokens_BT: Tensor, state: State, reader: PromptReader) -> Prefill:
+    """Read with a backbone that has its own kind of cache, chunk by chunk."""
+    start, infos = time.perf_counter(), []
+    for tokens_BS in torch.split(tokens_BT, reader.chunk, dim=1):
+        z_BTC, state, info = _solve_by_cache(model, model.backbone.embed(tokens_BS), state, reader)
+        infos.append(info)
+    return Prefill(z_BTC[:, -1:], state, _joined(infos, time.perf_counter() - start))
+
+
+def _solve_by_cache(
+    model: ContextReady, e_BTC: Tensor, state: State, reader: PromptReader
+) -> tuple[Tensor, State, ReadInfo]:
+    costs, T, note, tried = _Costs(model, state.position, e_BTC), e_BTC.shape[1], "", 0.0
+    short = FEWEST_SEGMENTS * (reader.segment or SHORTEST_SEGMENT) > T
+    if model.is_recurrent and reader.solver != "sequential" and (reader.solver == "jacobi" or not short):
+        most = T + 1 if reader.solver == "jacobi" else min(MOST_PASSES, T + 1)
+        result, changes_KBT = iterate(model.passes(e_BTC, state.cache, state.z_prev_B1C), most, reader.tolerance)
+        changes = tuple(float(change_BT.max()) for change_BT in changes_KBT)
+        if reader.solver == "sweep":
+            note = "this backbone has no fixed places for keys and values, so parallel passes were made"
+        info = costs.info("jacobi", [(0, T)] * len(changes), changes, exact=_all_exact(changes, T), note=note)
+        if reader.solver == "jacobi" or info.certificate <= reader.tolerance:
+            return result.z_BTC, state.advanced(result.carried_BTC, result.cache), info
+        note, tried = f"{note}; {MOST_PASSES} were not enough, and the prompt was read one by one", info.passes
+    z_BTC, state = model.read(e_BTC, state)
+    solver = "sequential" if model.is_recurrent else "plain"
+    info = costs.info(solver, [(0, T)], exact=True, note=note, plain_pass=False)
+    return z_BTC, state, replace(info, passes=info.passes + tried)
 
 
 @dataclass(frozen=True)
-class _Reader:
-    """Solves one chunk after the other with the same settings."""
+class _Costs:
+    """What reading a chunk costs."""
 
     model: ContextReady
-    solver: str
-    tolerance: float
-    segment: int | None
+    position: int
+    e_BTC: Tensor
 
-    def __call__(self, tokens_BT: Tensor, state: State) -> Prefill:
-        """Read these tokens after `state`."""
-        e_BTC, T = self.model.backbone.embed(tokens_BT), tokens_BT.shape[1]
-        placed = hasattr(self.model.backbone, "init_buffer")
-        if isinstance(self.model.correction, Nothing):
-            return self._plain(e_BTC, state)
-        if self.solver == "sequential":
-            return self._sequential(e_BTC, state, placed)
-        if self.solver == "jacobi":
-            return self._jacobi(tokens_BT, state, None)
-        if FEWEST_SEGMENTS * (self.segment or SHORTEST_SEGMENT) > T:
-            return self._sequential(e_BTC, state, placed)
-        if placed:
-            return self._sweep(e_BTC, state)
-        tried = self._jacobi(tokens_BT, state, min(MOST_PASSES, T + 1))
-        note = "this backbone has no fixed places for keys and values, so parallel passes were made"
-        if tried.info.exact or tried.info.certificate <= self.tolerance:
-            return replace(tried, info=replace(tried.info, note=note))
-        solved = self._sequential(e_BTC, state, placed)
-        note += f"; {MOST_PASSES} were not enough, and the prompt was read one by one"
-        return replace(solved, info=replace(solved.info, note=note, passes=solved.info.passes + tried.info.passes))
-
-    def _plain(self, e_BTC: Tensor, state: State) -> Prefill:
-        result = self.model.recur(e_BTC, None, state.cache)
-        state_after = state.advanced(result.carried_BTC, result.cache)
-        macs = self._macs(state, e_BTC, [])
-        return Prefill(result.z_BTC[:, -1:], state_after, _info("plain", e_BTC, 1.0, macs, macs, (), True))
-
-    def _sequential(self, e_BTC: Tensor, state: State, placed: bool) -> Prefill:
-        T = e_BTC.shape[1]
-        if placed:
-            chunk = Chunk(self.model, e_BTC, state)
-            chunk.read_from(0)
-            z_BTC, state_after = chunk.z_BTC, chunk.solved()
-        else:
-            z_BTC, state_after = self.model.read(e_BTC, state)
-        plain = self._macs(state, e_BTC, [])
-        macs = self._macs(state, e_BTC, [(0, T)], plain_pass=False)
-        return Prefill(z_BTC[:, -1:], state_after, _info("sequential", e_BTC, 1.0, macs, plain, (), True))
-
-    def _jacobi(self, tokens_BT: Tensor, state: State, most: int | None) -> Prefill:
-        z_BTC, info = unroll(self.model, tokens_BT, most, tolerance=self.tolerance, state=state)
-        assert info.state is not None
-        runs = [(0, tokens_BT.shape[1])] * (info.passes - 1)
-        macs, plain = self._macs(state, z_BTC, runs), self._macs(state, z_BTC, [])
-        changes = tuple(info.relative_residuals)
-        return Prefill(
-            z_BTC[:, -1:], info.state, _info("jacobi", z_BTC, float(info.passes), macs, plain, changes, info.exact)
+    def info(
+        self,
+        solver: str,
+        runs: Sequence[tuple[int, int]],
+        changes: tuple[float, ...] = (),
+        exact: bool = False,
+        note: str = "",
+        plain_pass: bool = True,
+    ) -> ReadInfo:
+        """A report on a plain pass, if one was made, and runs of tokens that entered with a correction: from, to."""
+        T = self.e_BTC.shape[1]
+        return ReadInfo(
+            solver=solver,
+            tokens=T,
+            seconds=0.0,
+            passes=float(plain_pass) + sum(end - begin for begin, end in runs) / T,
+            macs=self._macs(runs, plain_pass),
+            plain_macs=self._macs([], plain_pass=True),
+            changes=changes,
+            exact=exact,
+            note=note,
         )
 
-    def _sweep(self, e_BTC: Tensor, state: State) -> Prefill:
-        T, rows = e_BTC.shape[1], free_rows(self.model)
-        segment = self.segment or segment_length(T, rows)
-        found = solve_by_sweeps(self.model, e_BTC, state, self.tolerance, segment, rows)
-        note = ""
-        if found.alone_from is not None:
-            note = (
-                f"after sweep {len(found.changes)} the rest seemed cheaper one by one, from token {found.alone_from} on"
-            )
-        passes = 1.0 + sum(end - begin for begin, end in found.runs) / T
-        macs, plain = self._macs(state, e_BTC, found.runs), self._macs(state, e_BTC, [])
-        info = _info("sweep", e_BTC, passes, macs, plain, found.changes, found.exact, note)
-        return Prefill(found.z_BTC[:, -1:], found.state, info)
-
-    def _macs(
-        self, state: State, e_BTC: Tensor, runs: Sequence[tuple[int, int]], plain_pass: bool = True
-    ) -> int | None:
-        """Arithmetic of a plain pass, if one is made, and of runs of tokens that enter with a correction."""
+    def _macs(self, runs: Sequence[tuple[int, int]], plain_pass: bool) -> int | None:
         backbone = self.model.backbone
         if not isinstance(backbone, Transformer):
             return None
-        config, (B, T, C) = backbone.config, e_BTC.shape
-        correction = self.model.correction.macs_per_width_squared * C * C
+        config, (B, T, C) = backbone.config, self.e_BTC.shape
+        correction = correction_macs(self.model.correction.definition.name, C)
         spans = [(0, T, 0)] if plain_pass else []
         spans += [(begin, end, correction) for begin, end in runs]
         return B * sum(
             (end - begin) * (block_macs(config) + extra)
-            + attention_macs_of(config, state.position + begin, state.position + end)
+            + attention_macs_of(config, self.position + begin, self.position + end)
             for begin, end, extra in spans
         )
 
 
-def segment_length(tokens: int, rows: float) -> int:
+def _all_exact(changes: Sequence[float], tokens: int) -> bool:
+    """Whether so many tokens are exact after these changes: T + 1 passes were made, and all came to numbers."""
+    return len(changes) == tokens and isfinite(changes[-1])
+
+
+def segment_length(tokens: int, free: float) -> int:
     """L for so many tokens: steps as wide as pays on this hardware, segments not too short, powers of two."""
-    wide: int = max(FEWEST_SEGMENTS, 2 ** round(log2(WIDTH * rows)))
+    wide: int = max(FEWEST_SEGMENTS, 2 ** round(log2(WIDTH * free)))
     return max(SHORTEST_SEGMENT, ceil(tokens / wide))
-
-
-def _info(
-    solver: str,
-    e_BTC: Tensor,
-    passes: float,
-    macs: int | None,
-    plain_macs: int | None,
-    changes: tuple[float, ...],
-    exact: bool,
-    note: str = "",
-) -> ReadInfo:
-    return ReadInfo(solver, e_BTC.shape[1], 0.0, passes, macs, plain_macs, changes, exact, note)
 
 
 def _joined(infos: list[ReadInfo], seconds: float) -> ReadInfo:
@@ -202,15 +263,19 @@ def _joined(infos: list[ReadInfo], seconds: float) -> ReadInfo:
     # One that is not even a number is the worst of all.
     worst = max(infos, key=lambda info: inf if isnan(info.certificate) else info.certificate)
     tokens = sum(info.tokens for info in infos)
-    known = all(info.macs is not None and info.plain_macs is not None for info in infos)
     return ReadInfo(
         solver=infos[0].solver,
         tokens=tokens,
         seconds=seconds,
         passes=sum(info.passes * info.tokens for info in infos) / tokens,
-        macs=sum(info.macs or 0 for info in infos) if known else None,
-        plain_macs=sum(info.plain_macs or 0 for info in infos) if known else None,
+        macs=_sum_of(infos, lambda info: info.macs),
+        plain_macs=_sum_of(infos, lambda info: info.plain_macs),
         changes=worst.changes,
         exact=all(info.exact for info in infos),
         note=next((info.note for info in infos if info.note), ""),
     )
+
+
+def _sum_of(infos: list[ReadInfo], part: Callable[[ReadInfo], int | None]) -> int | None:
+    parts = [part(info) for info in infos]
+    return None if None in parts else sum(one for one in parts if one is not None)

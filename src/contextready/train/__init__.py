@@ -1,1 +1,4 @@
-"""The training loop and what it needs: recipes, schedules, checkpoints, progress."""
+"""The training loop and what it needs: the objective, schedules, processes, checkpoints written and resumed, plans.
+
+May import runs and what is under it; not infer or evaluate.
+"""

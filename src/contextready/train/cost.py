@@ -1,8 +1,8 @@
 """What a training step costs in multiply-accumulates, whatever its gradient goes through."""
 
-from contextready.model.accounting import Account
+from contextready.model.cost import Account
+from contextready.runs.config import TrainConfig
 from contextready.solve.gradients import passes_through
-from contextready.train.config import TrainConfig
 
 
 def sequence_macs(account: Account, train: TrainConfig, passes: int | None, adjoint_steps: int = 0) -> int:
@@ -46,7 +46,7 @@ def _without_head(account: Account, T: int, passes: int) -> int:
 
 def _depths(train: TrainConfig) -> list[int] | list[None]:
     """Every K that a step may draw."""
-    return [None] if train.passes is None else list(range(train.k_min or train.passes, train.passes + 1))
+    return [None] if train.passes is None else list(range(train.min_passes or train.passes, train.passes + 1))
 
 
 def expected_adjoint_steps(train: TrainConfig, passes: int | None) -> int:

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from contextready.model.build import ModelConfig, build_model
-from contextready.model.context_ready import ContextReady
-from contextready.solve.bptt import Stream
-from contextready.train.config import RunConfig
+from contextready.model.config import ModelConfig
+from contextready.model.context_ready import build_model
+from contextready.runs.config import RunConfig
+from contextready.solve.bptt import DifferentiableStream
 from contextready.train.objective import Objective
 
 
@@ -40,8 +40,8 @@ def step_bytes(config: RunConfig, sequences: int, bf16: bool, gradients_stay: bo
             adjoint_steps=1,
             autocast=lambda: torch.autocast("cpu", torch.bfloat16, enabled=bf16),
         )
-        if t.gradient == "bptt" and isinstance(model, ContextReady):
-            stream = Stream(model)
+        if t.gradient == "bptt":
+            stream = DifferentiableStream(model)
             objective.stream = lambda e_BTC: _Unread.apply(e_BTC, stream, *model.parameters())  # type: ignore[no-untyped-call]
         tokens_BT = torch.zeros(sequences, t.block_size, dtype=torch.long)
         with _LiveBytes() as live:
@@ -56,7 +56,7 @@ class _Unread(torch.autograd.Function):
     """In the place of a stream: its buffers, which are there before the first token, and none of its steps."""
 
     @staticmethod
-    def forward(ctx: Any, e_BTC: Tensor, stream: Stream, *parameters: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, e_BTC: Tensor, stream: DifferentiableStream, *parameters: nn.Parameter) -> Tensor:
         ctx.parameters, ctx.tape = parameters, stream.take_tape(e_BTC)
         ctx.tape.begin()
         return e_BTC.clone()

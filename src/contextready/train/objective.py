@@ -1,4 +1,4 @@
-"""The training loss: cross-entropy of the last of K passes or of the stream, or of the baseline."""
+"""The training loss: cross-entropy of the last of K passes, or of the stream."""
 
 from collections import deque
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from contextready.model.context_ready import ContextReady
-from contextready.model.transformer import Transformer
-from contextready.solve.bptt import Stream
+from contextready.solve.bptt import DifferentiableStream
 from contextready.solve.gradients import Adjoint, at_fixed_point, continued, passes_through, settle
+from contextready.solve.norms import largest_change
 
 
 class Loss(NamedTuple):
@@ -24,7 +24,7 @@ class Loss(NamedTuple):
     mean: Tensor
     """Cross-entropy per token."""
     residual: float | None
-    """How much the last pass changed z in the first row, relative to the largest ‖z‖; none for one pass or a stream."""
+    """The largest change of a position of the first row by the last pass, relative to its norm; none for a stream."""
     adjoint_steps: int = 0
     """Vector-Jacobian products that an implicit gradient took; known after the backward."""
 
@@ -37,7 +37,8 @@ class Objective(nn.Module):
 
     def __init__(
         self,
-        model: Transformer | ContextReady,
+        model: ContextReady,
+        *,
         compiled: bool = False,
         recompute: bool = False,
         gradient: str = "unroll",
@@ -50,32 +51,27 @@ class Objective(nn.Module):
         self.model, self.gradient, self.autocast = model, gradient, autocast
         self.truncated_passes, self.adjoint_steps = truncated_passes, adjoint_steps
         self.adjoint_tolerance = adjoint_tolerance
-        one_pass: Any = model.recur if isinstance(model, ContextReady) else model.blocks
+        one_pass: Any = model.recur
         if compiled:
             one_pass = torch.compile(one_pass)
         if recompute:
             one_pass = partial(checkpoint, one_pass, use_reentrant=False)
         self.one_pass = one_pass
-        self.stream: Callable[[Tensor], Tensor] | None
-        self.stream = Stream(model) if gradient == "bptt" and isinstance(model, ContextReady) else None
+        self.stream: Callable[[Tensor], Tensor] | None = DifferentiableStream(model) if gradient == "bptt" else None
         self._adjoint_made = 0
 
     def forward(self, inputs_BT: Tensor, targets_BT: Tensor, passes: int | None, measure: bool = False) -> Loss:
-        """The loss of K = `passes` (none: of the stream); `measure` also takes the residual of the last pass."""
+        """The loss of K = `passes` (none: of the stream); `measure` also takes the change made by the last pass."""
         with self.autocast():
-            model = self.model
-            if isinstance(model, Transformer):
-                z_BTC, _ = self.one_pass(model.embed(inputs_BT))
-                return Loss(mean_cross_entropy(model.head(z_BTC), targets_BT), None)
-            e_BTC = model.backbone.embed(inputs_BT)
-            earlier_BTC = None
+            backbone = self.model.backbone
+            e_BTC, earlier_BTC = backbone.embed(inputs_BT), None
             if self.stream is not None:
                 z_BTC = self.stream(e_BTC)
             else:
                 assert passes is not None
-                z_BTC, earlier_BTC = self._passes(model, e_BTC, passes)
-            residual = _relative_change(earlier_BTC[:1], z_BTC[:1]) if measure and earlier_BTC is not None else None
-            return Loss(mean_cross_entropy(model.backbone.head(z_BTC), targets_BT), residual)
+                z_BTC, earlier_BTC = self._passes(self.model, e_BTC, passes)
+            residual = largest_change(earlier_BTC[:1], z_BTC[:1]) if measure and earlier_BTC is not None else None
+            return Loss(mean_cross_entropy(backbone.head(z_BTC), targets_BT), residual)
 
     def _passes(self, model: ContextReady, e_BTC: Tensor, passes: int) -> tuple[Tensor, Tensor | None]:
         """z of the last of K passes, differentiable as the gradient mode wants, and z of the one before it."""
@@ -121,8 +117,3 @@ def mean_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """Nats per token, in float32 at least."""
     wide = torch.promote_types(logits_BTV.dtype, torch.float32)
     return F.cross_entropy(logits_BTV.flatten(0, 1).to(wide), targets_BT.flatten())
-
-
-@torch.no_grad()
-def _relative_change(before: Tensor, after: Tensor) -> float:
-    return float((after - before).norm(dim=-1).max() / after.norm(dim=-1).max())

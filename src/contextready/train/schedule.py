@@ -4,9 +4,9 @@ from math import cos, pi
 
 import numpy as np
 
-from contextready.train.config import TrainConfig
+from contextready.runs.config import TrainConfig
 
-DEPTH_STREAM = 0x4B
+DEPTH_SEED = 0x4B
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:
@@ -20,10 +20,10 @@ def learning_rate(train: TrainConfig, step: int) -> float:
 
 
 def passes_of_step(train: TrainConfig, step: int) -> int | None:
-    """K of update `step`: fixed, or uniform from k_min to K, drawn from the seed and the step alone."""
+    """K of update `step`: fixed, or uniform from min_passes to K, drawn from the seed and the step alone."""
     if train.passes is None:
         return None
-    if train.k_min is None:
+    if train.min_passes is None:
         return train.passes
-    draw = np.random.default_rng((train.seed, step, DEPTH_STREAM))
-    return int(draw.integers(train.k_min, train.passes, endpoint=True))
+    draw = np.random.default_rng((train.seed, step, DEPTH_SEED))
+    return int(draw.integers(train.min_passes, train.passes, endpoint=True))

@@ -19,13 +19,13 @@ from contextready.device import find_device, multiplies_bf16
 from contextready.errors import ContextReadyError
 from contextready.files import locked, write_json
 from contextready.model.context_ready import ContextReady
-from contextready.model.transformer import Transformer
-from contextready.train import checkpoint as checkpoints
-from contextready.train.config import RunConfig, check_for_team, check_same_run
+from contextready.runs import checkpoint as checkpoints
+from contextready.runs.config import RunConfig, check_for_team, check_same_run
+from contextready.runs.metrics import Metrics, Record
+from contextready.runs.models import cost_of, start_model
 from contextready.train.cost import sequence_macs
-from contextready.train.metrics import Metrics, Record
-from contextready.train.models import cost_of, start_model
 from contextready.train.objective import Objective
+from contextready.train.saving import restore, save_checkpoint
 from contextready.train.schedule import learning_rate, passes_of_step
 from contextready.train.source import Source, open_source
 from contextready.train.team import Team, joined, local_part, whole_tensor
@@ -90,13 +90,13 @@ class Trainer:
             load_origin(self.model, config, checkpoints.open_checkpoint(Path(t.init_from)), self.source)
         self.objective = Objective(
             self.model,
-            t.compile,
-            t.checkpoint_passes,
-            t.gradient,
-            t.truncated_passes,
-            t.adjoint_steps,
-            t.adjoint_tolerance,
-            self._autocast,
+            compiled=t.compile,
+            recompute=t.checkpoint_passes,
+            gradient=t.gradient,
+            truncated_passes=t.truncated_passes,
+            adjoint_steps=t.adjoint_steps,
+            adjoint_tolerance=t.adjoint_tolerance,
+            autocast=self._autocast,
         )
         self.wrapped = self.team.wrap(self.objective, t.parallel)
         # Only now: what is sharded has other parameters than before.
@@ -132,7 +132,7 @@ class Trainer:
             raise ContextReadyError(
                 f"{newest} was trained on other data than {self.source.name}; give the same, or another out=."
             )
-        return checkpoints.restore(saved, self.model, self.optimizer, self.team)
+        return restore(saved, self.model, self.optimizer, self.team)
 
     def _start(self) -> checkpoints.Progress:
         """Step 0."""
@@ -260,15 +260,8 @@ class Trainer:
             raise self._diverged("a weight is not finite", "nothing was saved", last_checkpoint)
         if metrics is not None:
             metrics.sync()
-        return checkpoints.save_checkpoint(
-            self.folder,
-            self.config.as_dict(),
-            self.progress,
-            self.model,
-            self.optimizer,
-            self.team,
-            self.source.folder,
-            self.config.train.keep,
+        return save_checkpoint(
+            self.config, self.progress, self.model, self.optimizer, self.team, tokenizer_folder=self.source.folder
         )
 
     def _diverged(self, what: str, done: str, last_checkpoint: Path | None) -> ContextReadyError:
@@ -325,9 +318,7 @@ class Interrupts:
         self._restore()
 
 
-def load_origin(
-    model: Transformer | ContextReady, config: RunConfig, origin: checkpoints.Checkpoint, source: Source
-) -> None:
+def load_origin(model: ContextReady, config: RunConfig, origin: checkpoints.Checkpoint, source: Source) -> None:
     """Start from the weights of a checkpoint: the whole model, or its blocks where the origin is a transformer."""
     for key in ("heads", "window", "rope_base"):
         # These change what the weights mean without changing their shapes.
@@ -339,8 +330,7 @@ def load_origin(
             f"{origin.folder} was trained with another tokenizer than the data {source.name}; prepare the data with "
             f"crt data prepare --tokenizer {origin.folder}."
         )
-    converts = isinstance(model, ContextReady) and origin.native_config.correction is None
-    target = model.backbone if converts and isinstance(model, ContextReady) else model
+    target = model.backbone if model.is_recurrent and origin.native_config.correction is None else model
     assert isinstance(target, nn.Module)
     checkpoints.load_weights(target, origin.tensors("model"), origin.folder)
 

@@ -1,1 +1,0 @@
-"""Diagnostics and bounds: the theory of the paper as code."""

@@ -1,0 +1,93 @@
+"""The models of a benchmark: opened or made with random weights, how they read prompts, what they hold."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from contextready.data.shards import Data
+from contextready.errors import ContextReadyError
+from contextready.infer.ggml.file import read_gguf
+from contextready.infer.open import EXPORTED
+from contextready.model.config import ModelConfig
+from contextready.model.context_ready import ContextReady, build_model
+from contextready.model.cost import Account, account
+from contextready.runs.catalog import entries
+from contextready.runs.checkpoint import open_checkpoint
+from contextready.settings import build_settings
+from contextready.solve.prefill import SOLVERS, prefill
+
+LONGEST_TEXT = 2**16
+"""Tokens of real text that are kept to read from."""
+
+
+class BenchModel(NamedTuple):
+    """A model to measure."""
+
+    label: str
+    account: Account
+    model: ContextReady | Path
+    """The model, or the file it was exported to."""
+    text: torch.Tensor | None
+    """Ids of real text to read, where the model was trained on some that is still there."""
+
+
+def open_models(words: Sequence[str]) -> list[BenchModel]:
+    """Runs, checkpoints and exported files; models of the paper by name, or `key=value`, with random weights."""
+    paths = [word for word in words if Path(word).is_dir()]
+    files = [word for word in words if Path(word).suffix == EXPORTED]
+    named = [word for word in words if word not in (*paths, *files)]
+    found = []
+    for file in files:
+        fields = asdict(read_gguf(file).config)
+        config = build_settings(ModelConfig, {key: fields[key] for key in fields if key != "correction_bias"})
+        found.append(BenchModel(file, account(config), Path(file), None))
+    for path in paths:
+        checkpoint = open_checkpoint(Path(path))
+        cost, text = account(checkpoint.native_config), _text(checkpoint.config["train"]["data"])
+        found.append(BenchModel(path, cost, checkpoint.model(), text))
+    for entry in entries(named) if named else []:
+        torch.manual_seed(0)
+        found.append(BenchModel(entry.name, entry.account, build_model(entry.account.config), None))
+    return found
+
+
+def measure_prefill(one: BenchModel, lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """Every solver on prompts of these lengths: time, arithmetic, certificate; nothing of a transformer or a file."""
+    if isinstance(one.model, Path) or not one.model.is_recurrent:
+        return []
+    found = []
+    for length in lengths:
+        if one.text is not None and len(one.text) >= length:
+            tokens_1T = one.text[None, :length]
+        else:
+            tokens_1T = torch.randint(one.account.config.vocab_size, (1, length))
+        for solver in SOLVERS:
+            prefill(one.model, tokens_1T, solver=solver)
+            info = prefill(one.model, tokens_1T, solver=solver).info
+            found.append(
+                {"label": one.label, "asked": solver, "cost": info.cost, "certificate": info.certificate} | asdict(info)
+            )
+    return found
+
+
+def memory_record(one: BenchModel, context: int) -> dict[str, Any]:
+    """Weights and state of a model, in bytes."""
+    return {
+        "label": one.label,
+        "context": context,
+        "parameters": one.account.parameters,
+        "state": one.account.state_bytes(context),
+        "kv_bytes_per_token": one.account.kv_bytes_per_token(),
+    }
+
+
+def _text(folder: str) -> torch.Tensor | None:
+    """Validation ids of prepared data, if the data is still there."""
+    try:
+        tokens = Data(Path(folder), verify=[]).tokens("val")
+    except ContextReadyError:
+        return None
+    return torch.from_numpy(tokens.read(0, min(len(tokens), LONGEST_TEXT)).astype("int64"))

@@ -1,0 +1,232 @@
+"""How fast models generate here, beside what this machine's memory allows: contestants that take turns."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from contextready.bench.peers import HuggingFacePeer, LlamaCppPeer, Peer, Shape
+from contextready.infer.engine import Engine
+from contextready.infer.ggml.engine import GgmlEngine
+from contextready.infer.ggml.file import write_gguf
+from contextready.infer.torch_engine import torch_engine
+from contextready.model.cache import KVCache
+from contextready.model.config import ModelConfig
+from contextready.model.context_ready import ContextReady
+from contextready.model.cost import Account
+from contextready.model.state import State
+
+BITS = {"f32": 32.0, "f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}
+"""Of a weight in a file, scales of quantised blocks included."""
+PROBE = 2**27
+"""Numbers that the bandwidth probe reads, 512 MB: far more than any cache holds."""
+WARM_UP = 3
+
+
+class Contestant(Protocol):
+    """Something that decodes."""
+
+    label: str
+    engine: str
+    precision: str
+
+    def bytes_per_token(self, context: int) -> float:
+        """What a step must read: every matrix once, keys and values of the context."""
+
+    def decode(self, context: int, new: int) -> list[float]:
+        """Seconds of each of `new` steps after this many tokens, warm-up left out."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
+class EngineContestant:
+    """An engine of ours, decoding greedily after a context of random keys and values."""
+
+    def __init__(self, label: str, account: Account, engine: Engine, precision: str, close: Callable[[], None]) -> None:
+        self.label, self.account, self.runs, self.precision, self.close = label, account, engine, precision, close
+        self.engine = engine.name
+
+    def bytes_per_token(self, context: int) -> float:
+        """Every matrix once, and keys and values in fp32."""
+        weights = self.account.macs * BITS[self.precision] / 8
+        return weights + self.account.state_bytes(context)
+
+    def decode(self, context: int, new: int) -> list[float]:
+        """Seconds of each step: the model and the choice of the most likely token."""
+        self.runs.load(0, random_state(self.account.config, context))
+        seconds, token = [], 0
+        for _ in range(WARM_UP + new):
+            start = time.perf_counter()
+            token = int(self.runs.step([token])[0].argmax())
+            seconds.append(time.perf_counter() - start)
+        return seconds[WARM_UP:]
+
+
+class PeerContestant:
+    """A peer, as a contestant."""
+
+    def __init__(self, label: str, account: Account, peer: Peer) -> None:
+        self.label, self.account, self.peer = label, account, peer
+        self.engine, self.precision, self.close = peer.name, peer.precision, peer.close
+
+    def bytes_per_token(self, context: int) -> float:
+        """Its own matrices, and keys and values: in fp32, or half of that where it keeps them in f16."""
+        kv = self.account.kv_bytes_per_token() * context
+        return self.peer.bytes_per_token + (kv if self.precision == "f32" else kv / 2)
+
+    def decode(self, context: int, new: int) -> list[float]:
+        """Seconds of each step."""
+        return self.peer.decode(context, new)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How one contestant decoded after one context."""
+
+    label: str
+    engine: str
+    precision: str
+    context: int
+    seconds: float
+    """Of a step: the median over rounds of each round's median."""
+    low: float
+    high: float
+    """The tenth and ninetieth percentile of all steps."""
+    bytes_per_token: float
+    of_bandwidth: float
+    """Bytes a second over the bandwidth measured in the same round: the median over rounds."""
+    growth: float
+    """The step's time in units of the one after the shortest context."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens a second."""
+        return 1.0 / self.seconds
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """What it reads in a second."""
+        return self.bytes_per_token / self.seconds / 1e9
+
+
+def random_state(config: ModelConfig, position: int) -> State:
+    """A state of one row that has read `position` tokens, with random keys and values."""
+    held = position if config.window is None else min(position, config.window)
+    layers = tuple(
+        (torch.randn(1, config.heads, held, config.head_size), torch.randn(1, config.heads, held, config.head_size))
+        for _ in range(config.layers)
+    )
+    cache = KVCache(layers, position, config.window, config.window)
+    return State(cache, torch.randn(1, min(position, 1) + 1, config.width), 1)
+
+
+def bandwidth_probe() -> Callable[[], float]:
+    """A function that reads 512 MB with every thread of PyTorch and returns bytes a second."""
+    numbers = torch.ones(PROBE)
+
+    def probe() -> float:
+        start = time.perf_counter()
+        numbers.sum()
+        return numbers.nbytes / (time.perf_counter() - start)
+
+    probe()
+    return probe
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What every contestant may use."""
+
+    capacity: int
+    """Tokens that a stream can hold."""
+    threads: int
+    scratch: Path
+    """A folder for files that ggml runs."""
+
+
+def engine_contestants(
+    label: str,
+    account: Account,
+    model: ContextReady | Path,
+    engines: Sequence[str],
+    precisions: Sequence[str],
+    hardware: Hardware,
+) -> list[Contestant]:
+    """One model in each engine, quantised precisions in ggml only; an exported file runs in ggml, as it is."""
+    capacity, threads, scratch = hardware.capacity, hardware.threads, hardware.scratch
+
+    def in_ggml(path: Path) -> Contestant:
+        engine = GgmlEngine(path, capacity=capacity, threads=threads)
+        return EngineContestant(label, account, engine, engine.exported.type, engine.close)
+
+    if isinstance(model, Path):
+        return [in_ggml(model)]
+    contestants: list[Contestant] = []
+    for name in engines:
+        if name != "ggml":
+            engine = torch_engine(model, name, capacity=capacity)
+            contestants.append(EngineContestant(label, account, engine, "f32", lambda: None))
+            continue
+        for precision in precisions:
+            path = scratch / f"{len(list(scratch.iterdir()))}.gguf"
+            write_gguf(model, path, capacity, precision)
+            contestants.append(in_ggml(path))
+    return contestants
+
+
+def peer_contestants(account: Account, precisions: Sequence[str], hardware: Hardware) -> list[Contestant]:
+    """Hugging Face in fp32, and llama.cpp in every precision, with random models of a transformer's shape."""
+    config = account.config
+    shape = Shape(config.layers, config.width, config.heads, config.vocab_size)
+    peers: list[Peer] = [HuggingFacePeer(shape)]
+    peers += [LlamaCppPeer(shape, precision, hardware.threads, hardware.capacity) for precision in precisions]
+    return [PeerContestant(f"Llama N={config.layers} C={config.width}", account, peer) for peer in peers]
+
+
+def race(
+    contestants: Sequence[Contestant], contexts: Sequence[int], new: int, rounds: int, tell: Callable[[str], None]
+) -> tuple[list[Timing], float]:
+    """Let all decode after every context, in turns, beside a bandwidth probe; all timings, and the bandwidth."""
+    probe, bandwidths = bandwidth_probe(), []
+    timings = []
+    shortest: dict[int, float] = {}
+    for context in contexts:
+        steps: list[list[list[float]]] = [[] for _ in contestants]
+        shares: list[list[float]] = [[] for _ in contestants]
+        for number in range(rounds):
+            tell(f"context {context}, round {number + 1} of {rounds}")
+            order = range(len(contestants)) if number % 2 == 0 else reversed(range(len(contestants)))
+            for i in order:
+                # The memory's speed drifts with the machine's other work, so it is measured beside every turn.
+                before = probe()
+                seconds = contestants[i].decode(context, new)
+                bandwidth = statistics.mean((before, probe()))
+                bandwidths.append(bandwidth)
+                steps[i].append(seconds)
+                speed = contestants[i].bytes_per_token(context) / statistics.median(seconds)
+                shares[i].append(speed / bandwidth)
+        for i, contestant in enumerate(contestants):
+            middle = statistics.median(statistics.median(seconds) for seconds in steps[i])
+            low, high = np.quantile(np.concatenate(steps[i]), (0.1, 0.9)).tolist()
+            shortest.setdefault(i, middle)
+            timings.append(
+                Timing(
+                    label=contestant.label,
+                    engine=contestant.engine,
+                    precision=contestant.precision,
+                    context=context,
+                    seconds=middle,
+                    low=low,
+                    high=high,
+                    bytes_per_token=contestant.bytes_per_token(context),
+                    of_bandwidth=statistics.median(shares[i]),
+                    growth=middle / shortest[i],
+                )
+            )
+    return timings, statistics.median(bandwidths)

@@ -1,0 +1,226 @@
+"""Evaluation with lm-evaluation-harness: its own tasks, tasks in YAML files, and tasks on local data alone.
+
+`lambada=FILE`, `arc_easy=FILE` and `bits=FILE` need no network: their descriptions are in `TASKS`, with the prompts and
+scores of lm_eval's lambada_openai, arc_easy and wikitext. The plain `lm_eval` command takes them from a folder with a
+YAML file such as
+
+    include: /…/contextready/evaluate/tasks/lambada.yaml
+    task: lambada_local
+    dataset_kwargs: {data_files: {test: /data/lambada_test.jsonl}}
+
+as `lm_eval run --model hf --model_args pretrained=MODEL,trust_remote_code=True --include_path FOLDER --tasks
+lambada_local`. Either way a text longer than the model's longest context loses its beginning.
+"""
+
+import io
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from contextready.data.corpora import expand, open_corpus
+from contextready.errors import ContextReadyError, nearest
+from contextready.extras import require
+
+TASKS = Path(__file__).parent / "tasks"
+"""Descriptions of the tasks that need local data only."""
+RESAMPLES = 1000
+"""Resamples behind the standard errors that have no closed form."""
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """One metric of one task."""
+
+    task: str
+    metric: str
+    value: float
+    stderr: float | None
+    """None where lm_eval states none."""
+    higher_is_better: bool | None
+    documents: int | None
+    """How many were scored; a group of tasks has none of its own."""
+
+    def as_record(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def open_tasks(tasks: Sequence[str], include: Path | None = None, shots: int | None = None) -> list[Any]:
+    """Tasks and groups of lm_eval with their data; whatever is wrong with one is told before a model is opened.
+
+    tasks     names that lm_eval knows, or `lambada=FILE`, `arc_easy=FILE`, `bits=FILE`
+    include   folder with descriptions of tasks (YAML) that lm_eval knows besides its own
+    shots     examples before each question (default: the task's)
+    """
+    require("lm_eval", "eval")
+    if not any(tasks):
+        raise ContextReadyError("Name the tasks, for example lambada_openai,arc_easy or lambada=FILE.")
+    if include is not None and not any(include.rglob("*.yaml")):
+        raise ContextReadyError(f"--tasks-path {include} is not a folder with .yaml files that describe tasks.")
+    with _quiet():
+        from lm_eval.tasks import TaskManager  # type: ignore[import-untyped]
+
+        # Its thousands of files take ten seconds to read: only if a task is named that may be in one.
+        manager = TaskManager(include_path=include, include_defaults=not all("=" in spec for spec in tasks))
+        opened: dict[str, Any] = {}
+        for spec in tasks:
+            for one in _open(manager, spec, shots):
+                name = getattr(one, "task_name", None) or one.name
+                if name in opened:
+                    raise ContextReadyError(f"The task {name} is asked for twice; name each once.")
+                opened[name] = one
+    return list(opened.values())
+
+
+def score(
+    model: Any, tokenizer: Any, tasks: Sequence[Any], *, limit: int | None = None, batch_size: int = 8
+) -> list[TaskScore]:
+    """Score one causal language model in memory on tasks from `open_tasks`.
+
+    limit        only so many documents of each task
+    batch_size   texts scored at once
+    """
+    with _quiet():
+        from lm_eval import simple_evaluate  # type: ignore[import-untyped]
+        from lm_eval.models.huggingface import HFLM  # type: ignore[import-untyped]
+        from lm_eval.tasks import TaskManager
+
+        lm = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
+        try:
+            found = simple_evaluate(
+                lm,
+                tasks=list(tasks),
+                limit=limit,
+                bootstrap_iters=RESAMPLES,
+                log_samples=False,
+                task_manager=TaskManager(include_defaults=False),
+            )
+        except OverflowError:
+            raise ContextReadyError(
+                "A perplexity is too large for a number: the model is no match for these texts, or they have no spaces "
+                "between words; leave that task or metric out."
+            ) from None
+    return [
+        TaskScore(
+            task=task,
+            metric=metric if kind == "none" else f"{metric} ({kind})",
+            value=float(value),
+            stderr=float(error) if isinstance(error := values.get(f"{metric}_stderr,{kind}"), int | float) else None,
+            higher_is_better=found["higher_is_better"].get(task, {}).get(metric),
+            documents=found["n-samples"].get(task, {}).get("effective"),
+        )
+        for task, values in found["results"].items()
+        for metric, _, kind in (key.partition(",") for key in values)
+        if kind and not metric.endswith("_stderr")
+        for value in (values[f"{metric},{kind}"],)
+        if isinstance(value, int | float)
+    ]
+
+
+def _open(manager: Any, spec: str, shots: int | None) -> list[Any]:
+    name, equals, file = spec.partition("=")
+    if not equals and spec not in manager.all_tasks:
+        raise ContextReadyError(f"lm_eval knows no task '{spec}'; {_similar(spec, manager.all_tasks)}")
+    what = _local_task(name, Path(file)) if equals else spec
+    try:
+        loaded = manager.load([what])
+    except Exception as error:  # lm_eval, datasets and what they download from each raise their own
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        advice = "" if equals else "; without its data, score a local file: lambada=FILE, arc_easy=FILE or bits=FILE"
+        raise ContextReadyError(f"The task {spec} cannot be opened: {reason}{advice}.") from error
+    for task in loaded["tasks"].values():
+        # As lm_eval does it: a task that says 0 itself has none to show.
+        if shots is not None and task.get_config("num_fewshot") != 0:
+            task.set_config("num_fewshot", shots)
+    group = loaded["groups"].get(spec)
+    return list(loaded["tasks"].values()) if group is None else [group]
+
+
+def _similar(name: str, known: Sequence[str]) -> str:
+    hint = nearest(name, [*(f"{local}=FILE" for local in _local_names()), *known])
+    # Thousands of names would be no help.
+    return hint if hint.startswith("did") else "lm_eval ls tasks lists all."
+
+
+def _local_names() -> list[str]:
+    return sorted(path.stem for path in TASKS.glob("*.yaml"))
+
+
+def _local_task(name: str, file: Path) -> dict[str, Any]:
+    """The description of a task on a local file, its data in it: nothing is copied into a cache on disk."""
+    import yaml  # type: ignore[import-untyped]
+
+    if name not in _local_names():
+        raise ContextReadyError(f"No task '{name}' can be given a file; {nearest(name, _local_names())}")
+    if not file.is_file():
+        raise ContextReadyError(f"There is no file '{file}' for the task {name}; write {name}=FILE.")
+    rows = _questions(file) if name == "arc_easy" else _texts(file)
+    if not rows:
+        raise ContextReadyError(f"{file} is empty: the task {name} has nothing to score.")
+
+    def data(**_: Any) -> dict[str, Any]:
+        return {"test": require("datasets", "eval").Dataset.from_list(rows)}
+
+    described: dict[str, Any] = yaml.safe_load((TASKS / f"{name}.yaml").read_text(encoding="utf-8"))
+    return described | {"task": f"{name}={file.name}", "custom_dataset": data}
+
+
+def _texts(file: Path) -> list[dict[str, Any]]:
+    return [{"text": text} for text in open_corpus([str(file)]).documents()]
+
+
+def _questions(file: Path) -> list[dict[str, Any]]:
+    expand([str(file)], (".jsonl",))
+    rows = []
+    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ContextReadyError(f"{file}, line {number:,} is not JSON: {error}.") from None
+        if not _is_question(row):
+            raise ContextReadyError(
+                f"{file}, line {number:,} is not a question of ARC: it wants question, choices with text and label, "
+                "and an answerKey that is one of the labels."
+            )
+        rows.append(row)
+    return rows
+
+
+def _is_question(row: Any) -> bool:
+    try:
+        asked, choices = row["question"], row.get("choices")
+        if isinstance(asked, dict):
+            # As AI2 publishes it; the Hub has lists of texts and of labels.
+            asked, choices = asked["stem"], {key: [one[key] for one in asked["choices"]] for key in ("text", "label")}
+        texts, labels = choices["text"], choices["label"]
+        return row["answerKey"] in labels and all(isinstance(text, str) and text for text in (asked, *texts))
+    except (KeyError, TypeError, AttributeError):
+        return False
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep lm_eval's remarks and prints out of the way; its progress bars show on a terminal."""
+    logger, setting = logging.getLogger("lm_eval"), "DISABLE_MULTIPROC"
+    level, before = logger.level, os.environ.get(setting)
+    aside = sys.stderr if sys.stderr.isatty() else io.StringIO()
+    logger.setLevel(logging.ERROR)
+    # Resampling in this process: forking one that holds a model with its threads can hang.
+    os.environ[setting] = "1"
+    try:
+        with redirect_stdout(aside), redirect_stderr(aside):
+            yield
+    finally:
+        logger.setLevel(level)
+        if before is None:
+            del os.environ[setting]
+        else:
+            os.environ[setting] = before

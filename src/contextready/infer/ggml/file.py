@@ -1,0 +1,310 @@
+"""The exported model: one GGUF file with weights, sizes and tokenizer, written from torch and read without it."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from contextready.errors import ContextReadyError, nearest
+from contextready.extras import require
+from contextready.files import staged_file
+from contextready.model.config import TransformerConfig
+from contextready.model.correction import CORRECTIONS, find_correction
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from contextready.data.tokenizer import Tokenizer
+    from contextready.model.context_ready import ContextReady
+
+ARCHITECTURE = "contextready"
+FORMAT = 1
+TYPES = ("f32", "f16", "q8_0", "q4_0")
+TOKENIZER_KEY = "tokenizer.huggingface.json"
+END_KEY = f"{ARCHITECTURE}.end_token"
+
+
+@dataclass(frozen=True)
+class ExportedConfig(TransformerConfig):
+    """What a file says of its model."""
+
+    correction: str | None = None
+    """The name of the correction; none: a plain transformer."""
+    correction_bias: bool = False
+    """Biases in the correction, whose presence its own backbone does not decide."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.correction is not None and self.correction not in CORRECTIONS:
+            raise ContextReadyError(f"Unknown correction '{self.correction}'; update contextready.")
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and shape of every tensor, in the order of the file."""
+        C, V = self.width, self.vocab_size
+        yield "embedding.weight", (V, C)
+        for i in range(self.layers):
+            yield from self._norm(f"layers.{i}.attn_norm", C, self.bias)
+            yield from self._linear(f"layers.{i}.attn.qkv", 3 * C, C, self.bias)
+            yield from self._linear(f"layers.{i}.attn.out", C, C, self.bias)
+            yield from self._norm(f"layers.{i}.ffn_norm", C, self.bias)
+            yield from self._ffn(f"layers.{i}.ffn", C, self.bias)
+        if self.extra_ffn:
+            yield from self._norm("extra_norm", C, self.bias)
+            yield from self._ffn("extra_ffn", C, self.bias)
+        yield from self._norm("final_norm", C, self.bias)
+        yield "unembedding.weight", (V, C)
+        parts = find_correction(self.correction).parts
+        for name, size in parts.norms.items():
+            yield from self._norm(f"correction.{name}", size * C, self.correction_bias)
+        if parts.has_network:
+            yield from self._ffn("correction.ffn", parts.network_inputs * C, self.correction_bias)
+
+    def _norm(self, name: str, size: int, bias: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield f"{name}.weight", (size,)
+        if bias:
+            yield f"{name}.bias", (size,)
+
+    def _linear(self, name: str, outputs: int, inputs: int, bias: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield f"{name}.weight", (outputs, inputs)
+        if bias:
+            yield f"{name}.bias", (outputs,)
+
+    def _ffn(self, name: str, inputs: int, bias: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield from self._linear(f"{name}.up", 4 * self.width, inputs, bias)
+        yield from self._linear(f"{name}.down", self.width, 4 * self.width, bias)
+
+
+# What a file calls each field: GGUF's own names where it has them.
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "width": "embedding_length",
+    "layers": "block_count",
+    "heads": "attention.head_count",
+    "window": "attention.sliding_window",
+    "extra_ffn": "extra_ffn",
+    "bias": "bias",
+    "rope_base": "rope.freq_base",
+    "correction": "correction",
+    "correction_bias": "correction_bias",
+}
+FIELD_TYPES = {"extra_ffn": bool, "bias": bool, "correction_bias": bool, "rope_base": float, "correction": str}
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One tensor of a file, still in the memory map."""
+
+    type: str
+    shape: tuple[int, ...]
+    data: npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An exported model: its sizes and its weights, which stay in the file until they are used."""
+
+    path: Path
+    config: ExportedConfig
+    trained_length: int
+    """The longest sequence it was trained on."""
+    tokenizer_json: str | None
+    end_token: str | None
+    weights: dict[str, Weight]
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in all weights."""
+        return sum(prod(weight.shape) for weight in self.weights.values())
+
+    @property
+    def type(self) -> str:
+        """The type of the head's matrix, which every export has in the type asked for if its width allows."""
+        return self.weights["unembedding.weight"].type
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of weights that a token with a prediction reads: all but the embedding, of which it reads one row."""
+        return sum(w.data.nbytes for name, w in self.weights.items() if name != "embedding.weight")
+
+    def tokenizer(self) -> "Tokenizer":
+        """The tokenizer that was exported with the model."""
+        if self.tokenizer_json is None:
+            raise ContextReadyError(f"{self.path} holds no tokenizer; give one with --tokenizer.")
+        from tokenizers import Tokenizer as Inner
+
+        from contextready.data.tokenizer import Tokenizer
+
+        return Tokenizer(Inner.from_str(self.tokenizer_json), self.end_token)
+
+
+def write_gguf(
+    model: "ContextReady",
+    path: str | Path,
+    trained_length: int,
+    type: str = "f16",
+    tokenizer: "Tokenizer | None" = None,
+) -> int:
+    """Write a model to a file, whole or not at all, and return its size in bytes.
+
+    `type` is the type of the matrices: f32, f16, q8_0 or q4_0. Norms and biases stay f32, and so that every width
+    can be exported, a matrix whose rows are no multiple of 32 is written in f16 where a quantised type was asked for.
+    """
+    if type not in TYPES:
+        raise ContextReadyError(f"Unknown type '{type}'; {nearest(type, TYPES)}")
+    if trained_length < 1:
+        raise ContextReadyError(
+            f"trained_length={trained_length} is too short; give the length of the training sequences."
+        )
+    config, tensors = _describe(model)
+    gguf = require("gguf", "ggml")
+    target = Path(path)
+    with staged_file(target) as staging, closing(gguf.GGUFWriter(staging, ARCHITECTURE)) as writer:
+        _add_fields(writer, config, trained_length, tokenizer)
+        types = {name: _type_of(gguf, shape, type) for name, shape in config.tensors()}
+        for name, shape in config.tensors():
+            size = prod(gguf.quant_shape_to_byte_shape(shape, types[name]))
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), size, types[name])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        # One tensor at a time, so that a quantised copy of the whole model is never in memory.
+        for name, _ in config.tensors():
+            values = tensors[name].detach().float().cpu().numpy()
+            writer.write_tensor_data(gguf.quantize(np.ascontiguousarray(values), types[name]))
+        writer.flush()
+    return target.stat().st_size
+
+
+def read_gguf(path: str | Path) -> Exported:
+    """Open an exported model; its weights are mapped into memory, not read."""
+    gguf, path = require("gguf", "ggml"), Path(path)
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except FileNotFoundError:
+        raise ContextReadyError(f"There is no exported model at {path}; make one with crt export.") from None
+    except OSError as error:
+        raise ContextReadyError(f"{path} cannot be read: {error}.") from None
+    if magic != b"GGUF":
+        raise ContextReadyError(f"{path} is not a GGUF file; give a file that crt export wrote.")
+    try:
+        reader = gguf.GGUFReader(path)
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+        weights = {t.name: Weight(t.tensor_type.name.lower(), _shape(t), t.data) for t in reader.tensors}
+    # The reader checks no bound: what a cut or changed file raises depends on where it was cut.
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, OSError):
+        raise ContextReadyError(f"{path} is damaged or not whole; export or copy it again.") from None
+    architecture = fields.get("general.architecture")
+    if architecture != ARCHITECTURE:
+        raise ContextReadyError(
+            f"{path} holds a model of another kind ({architecture}); only files that crt export wrote can be run."
+        )
+    if fields.get(f"{ARCHITECTURE}.format") != FORMAT:
+        raise ContextReadyError(
+            f"{path} is an exported model of another version ({fields.get(f'{ARCHITECTURE}.format')}; this one reads "
+            f"{FORMAT}); export it again, or update contextready."
+        )
+    config, trained_length = _read_fields(fields, path)
+    _check_weights(config, weights, path)
+    return Exported(path, config, trained_length, fields.get(TOKENIZER_KEY), fields.get(END_KEY), weights)
+
+
+def _describe(model: "ContextReady") -> "tuple[ExportedConfig, dict[str, Tensor]]":
+    """The sizes and tensors of a model, under the names of the file."""
+    from contextready.model.correction_module import CorrectionModule, has_bias
+    from contextready.model.transformer import Transformer
+
+    backbone, correction = model.backbone, model.correction
+    if type(backbone) is not Transformer:
+        raise ContextReadyError(
+            f"A model around {type(backbone).__name__} cannot be exported; only this package's own transformer can."
+        )
+    if type(correction) is not CorrectionModule or (
+        model.is_recurrent and correction.definition.name not in CORRECTIONS
+    ):
+        raise ContextReadyError(
+            f"The correction {type(correction).__name__} cannot be exported; use one of {', '.join(CORRECTIONS)}."
+        )
+    own = (name for name in FIELDS if not name.startswith("correction"))
+    config = ExportedConfig(
+        **{name: getattr(backbone.config, name) for name in own},
+        correction=correction.definition.name,
+        correction_bias=has_bias(correction),
+    )
+    tensors = {name.removeprefix("backbone."): tensor for name, tensor in model.state_dict().items()}
+    if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != dict(config.tensors()):
+        raise ContextReadyError("This model has weights that its configuration does not name; export one that has not.")
+    return config, tensors
+
+
+def _add_fields(writer: Any, config: ExportedConfig, trained_length: int, tokenizer: "Tokenizer | None") -> None:
+    writer.add_uint32(f"{ARCHITECTURE}.format", FORMAT)
+    writer.add_uint32(f"{ARCHITECTURE}.context_length", trained_length)
+    add = {int: writer.add_uint32, float: writer.add_float64, bool: writer.add_bool, str: writer.add_string}
+    for name, key in FIELDS.items():
+        value = getattr(config, name)
+        if value is not None:
+            expected = FIELD_TYPES.get(name, int)
+            add[expected](f"{ARCHITECTURE}.{key}", expected(value))
+    if tokenizer is not None:
+        writer.add_string(TOKENIZER_KEY, tokenizer.inner.to_str())
+        writer.add_string(END_KEY, tokenizer.end)
+
+
+def _read_fields(fields: dict[str, Any], path: Path) -> tuple[ExportedConfig, int]:
+    """The configuration and the trained length that a file states."""
+    damaged = f"{path} is damaged: its sizes make no model"
+    try:
+        known = {name: fields[f"{ARCHITECTURE}.{key}"] for name, key in FIELDS.items() if _stated(fields, name, key)}
+        trained_length = fields[f"{ARCHITECTURE}.context_length"]
+    except KeyError as error:
+        raise ContextReadyError(f"{path} is damaged: it does not state {error}; export it again.") from None
+    if not isinstance(trained_length, int) or not all(
+        isinstance(known[name], FIELD_TYPES.get(name, int)) for name in known
+    ):
+        raise ContextReadyError(f"{damaged}; export it again.")
+    try:
+        return ExportedConfig(**known), trained_length
+    except ContextReadyError as error:
+        raise ContextReadyError(f"{damaged} ({str(error).rstrip('.')}); export it again.") from None
+
+
+def _stated(fields: dict[str, Any], name: str, key: str) -> bool:
+    """Whether to look a field up: two are left out of files whose model has no such thing."""
+    return name not in ("window", "correction") or f"{ARCHITECTURE}.{key}" in fields
+
+
+def _check_weights(config: ExportedConfig, weights: dict[str, Weight], path: Path) -> None:
+    """Refuse missing tensors, and any that the engine could not multiply."""
+    for name, shape in config.tensors():
+        weight = weights.get(name)
+        if weight is None:
+            raise ContextReadyError(f"{path} is damaged: its tensor {name} is missing; export it again.")
+        if weight.shape != shape:
+            raise ContextReadyError(
+                f"{path} is damaged: its tensor {name} has shape {weight.shape} instead of {shape}; export it again."
+            )
+        if weight.type not in (TYPES if len(shape) == 2 else ("f32",)):
+            raise ContextReadyError(
+                f"{path} holds {name} as {weight.type}, which cannot be run; export it again as one of "
+                f"{', '.join(TYPES)}."
+            )
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """Shape with rows first; GGUF counts from the innermost dimension."""
+    return tuple(int(size) for size in reversed(tensor.shape))
+
+
+def _type_of(gguf: Any, shape: tuple[int, ...], type: str) -> Any:
+    """The type a tensor is written in."""
+    if len(shape) == 1:
+        return gguf.GGMLQuantizationType.F32
+    if type.startswith("q") and shape[-1] % 32:
+        return gguf.GGMLQuantizationType.F16
+    return gguf.GGMLQuantizationType[type.upper()]

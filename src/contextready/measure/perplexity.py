@@ -1,0 +1,151 @@
+"""Perplexity over whole sequences: after K parallel passes, and sequentially, as the model streams."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import exp, log
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from contextready.data.batches import Sequences
+from contextready.model.context_ready import ContextReady
+
+PARALLEL_TOKENS = 1 << 14
+"""Tokens in a batch of parallel passes."""
+SEQUENTIAL_ROWS = 512
+"""Sequences that stream side by side: a step is a product with as many rows, so the weights are read seldom."""
+SEQUENTIAL_BYTES = 1 << 30
+"""… or fewer, where their states would take more than this."""
+LOGITS_AT_ONCE = 1 << 25
+
+
+@dataclass(frozen=True)
+class Score:
+    """Negative log-likelihood of each sequence, in nats per token."""
+
+    nll_N: np.ndarray
+
+    @property
+    def loss(self) -> float:
+        """The mean over all tokens."""
+        return float(self.nll_N.mean())
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        return exp(self.loss)
+
+    @property
+    def loss_error(self) -> float:
+        """Standard error of the loss, sequences taken as independent draws."""
+        return standard_error(self.nll_N)
+
+    @property
+    def perplexity_error(self) -> float:
+        """Standard error of the perplexity."""
+        return self.perplexity * self.loss_error
+
+    @classmethod
+    def interleaved(cls, shares: "Sequence[Score]") -> "Score":
+        """All sequences in their order, from n shares that each scored every n-th."""
+        nll_N = np.empty(sum(len(share.nll_N) for share in shares))
+        for i, share in enumerate(shares):
+            nll_N[i :: len(shares)] = share.nll_N
+        return cls(nll_N)
+
+    def bits_per_byte(self, bytes_per_token: float) -> tuple[float, float]:
+        """Bits to code a byte of text, and the standard error of that."""
+        scale = log(2.0) * bytes_per_token
+        return self.loss / scale, self.loss_error / scale
+
+    def perplexity_above(self, other: "Score") -> tuple[float, float]:
+        """How much higher this perplexity is than another on the same sequences, and the standard error of that."""
+        # Both vary together from sequence to sequence, so the error is that of the paired difference.
+        paired_N = self.perplexity * self.nll_N - other.perplexity * other.nll_N
+        return self.perplexity - other.perplexity, standard_error(paired_N)
+
+
+def standard_error(values: np.ndarray) -> float:
+    """Of the mean; not a number for a single value."""
+    return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else float("nan")
+
+
+@torch.inference_mode()
+def parallel_scores(
+    model: ContextReady,
+    sequences: Sequences,
+    passes: Sequence[int],
+    count: int | None = None,
+    advance: Callable[[int], None] = lambda _: None,
+    share: tuple[int, int] = (0, 1),
+) -> dict[int, Score]:
+    """Score the first `count` sequences (default: all) after each of these K; a transformer has only K = 1.
+
+    With `share` = (i, n), only the sequences i, i + n, i + 2n, …
+    """
+    nll: dict[int, list[Tensor]] = {k: [] for k in passes}
+    rows = max(1, PARALLEL_TOKENS // sequences.block_size)
+    for inputs_BT, targets_BT in _batches(model, sequences, count, rows, share):
+        unroll = model.passes(model.backbone.embed(inputs_BT))
+        for k, made in enumerate(islice(unroll, max(passes)), 1):
+            if k in nll:
+                nll[k].append(mean_nll(model, made.z_BTC, targets_BT))
+        advance(inputs_BT.numel())
+    return {k: Score(_joined(parts)) for k, parts in nll.items()}
+
+
+@torch.inference_mode()
+def sequential_score(
+    model: ContextReady,
+    sequences: Sequences,
+    count: int | None = None,
+    advance: Callable[[int], None] = lambda _: None,
+    share: tuple[int, int] = (0, 1),
+) -> Score:
+    """Score the first `count` sequences as streaming computes them: token by token, many sequences at once."""
+    nll = []
+    one_row = _state_bytes(model, sequences.block_size)
+    rows = max(1, min(SEQUENTIAL_ROWS, SEQUENTIAL_BYTES // one_row))
+    for inputs_BT, targets_BT in _batches(model, sequences, count, rows, share):
+        z_BTC, _ = model.read(model.backbone.embed(inputs_BT), model.init_state(len(inputs_BT)))
+        nll.append(mean_nll(model, z_BTC, targets_BT))
+        advance(inputs_BT.numel())
+    return Score(_joined(nll))
+
+
+def mean_nll(model: ContextReady, z_BTC: Tensor, targets_BT: Tensor) -> Tensor:
+    """Mean negative log-likelihood of each row (B,), float64 on the CPU; logits are made a few rows at a time."""
+    backbone = model.backbone
+    rows = max(1, LOGITS_AT_ONCE // (z_BTC.shape[1] * backbone.head(z_BTC[:1, :1]).shape[-1]))
+    means = []
+    for z, targets in zip(torch.split(z_BTC, rows), torch.split(targets_BT, rows), strict=True):
+        logits = backbone.head(z).flatten(0, 1)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        nll = F.cross_entropy(wide, targets.flatten(), reduction="none")
+        means.append(nll.view(targets.shape).cpu().double().mean(dim=1))
+    return torch.cat(means)
+
+
+def _state_bytes(model: ContextReady, tokens: int) -> int:
+    """What a row's state holds after this many tokens, if nothing is forgotten: what it holds after one, so often."""
+    token_11 = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
+    _, state = model.read(model.backbone.embed(token_11), model.init_state(1))
+    return tokens * state.nbytes
+
+
+def _batches(
+    model: ContextReady, sequences: Sequences, count: int | None, rows: int, share: tuple[int, int]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    device = next(model.parameters()).device
+    numbers = np.arange(share[0], sequences.count if count is None else min(count, sequences.count), share[1])
+    for first in range(0, len(numbers), rows):
+        inputs_BT, targets_BT = sequences.read(numbers[first : first + rows])
+        yield inputs_BT.to(device), targets_BT.to(device)
+
+
+def _joined(nll: list[Tensor]) -> np.ndarray:
+    joined: np.ndarray = torch.cat(nll).numpy() if nll else np.empty(0)
+    return joined

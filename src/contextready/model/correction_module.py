@@ -1,0 +1,99 @@
+"""A correction with its weights, in torch."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from contextready.errors import ContextReadyError
+from contextready.model.correction import NO_CORRECTION, Correction, check_correction, find_correction
+from contextready.model.transformer import FFN, init_weights
+
+if TYPE_CHECKING:
+    from contextready.model.context_ready import Backbone
+
+
+class CorrectionModule(nn.Module):
+    """The norms and the network that a correction's formula names, and the formula over them."""
+
+    def __init__(self, definition: Correction, backbone: "Backbone", bias: bool = False) -> None:
+        super().__init__()
+        self.definition, self.width = definition, backbone.width
+        parts, C = definition.parts, backbone.width
+        for name, size in parts.norms.items():
+            self.add_module(name, nn.LayerNorm(size * C, bias=bias))
+        self.ffn = FFN(C, bias, inputs=parts.network_inputs * C) if parts.has_network else None
+        if parts.uses_last_ffn and not hasattr(backbone, "last_ffn"):
+            raise ContextReadyError(
+                f"correction={definition.name} needs this package's own transformer; use correction=add."
+            )
+        # In a tuple, so that the weights are listed and saved once, as the block's.
+        self._shared: tuple[FFN, ...] = (backbone.last_ffn,) if parts.uses_last_ffn else ()  # type: ignore[attr-defined]
+
+    def forward(self, carried_BTC: Tensor, e_BTC: Tensor) -> Tensor | None:
+        """correction_t from what position t-1 left and e_t; none where nothing is added."""
+        correction_BTC: Tensor | None = self.definition(self, carried_BTC, e_BTC)
+        return correction_BTC
+
+    def carry(self, x_BTC: Tensor, z_BTC: Tensor) -> Tensor:
+        """What a position leaves for the next one, given the blocks' input x and output z."""
+        return z_BTC - x_BTC if self.definition.carries_residual else z_BTC
+
+    def fits(self, backbone: "Backbone") -> bool:
+        """Whether this correction was made for such a backbone: the very one, where they share weights."""
+        shared = not self._shared or getattr(backbone, "last_ffn", None) is self._shared[0]
+        return self.width == backbone.width and shared
+
+    def LN(self, x: Tensor, name: str = "norm") -> Tensor:
+        """A layer norm of the formula."""
+        normed: Tensor = self.get_submodule(name)(x)
+        return normed
+
+    def corr_ffn(self, x: Tensor) -> Tensor:
+        """The network of the formula."""
+        assert self.ffn is not None
+        out: Tensor = self.ffn(x)
+        return out
+
+    def last_ffn(self, x: Tensor) -> Tensor:
+        """The last block's network."""
+        out: Tensor = self._shared[0](x)
+        return out
+
+    def concat(self, z: Tensor, e: Tensor) -> Tensor:
+        """Both, side by side."""
+        return torch.cat((z, e), dim=-1)
+
+    def initialise(self, init: str) -> None:
+        """Give the weights the values they start with; with `init="zero"` the output layer is zero."""
+        init_weights(self)
+        if init == "zero" and self.ffn is not None:
+            nn.init.zeros_(self.ffn.down.weight)
+
+    @property
+    def is_untrained(self) -> bool:
+        """Whether nothing was learnt yet: the output layer is zero."""
+        return self.ffn is not None and not bool(self.ffn.down.weight.any())
+
+
+def build_correction(
+    name: str | None, backbone: "Backbone", init: str = "random", bias: bool = False
+) -> CorrectionModule:
+    """Make a correction for this backbone, on its device and in its dtype; the name none makes no correction.
+
+    With `init="zero"` the output layer starts at zero, so the model starts as the backbone alone.
+    """
+    check_correction(name, init)
+    correction = CorrectionModule(find_correction(name), backbone, bias)
+    correction.initialise(init)
+    return correction.to(next(backbone.parameters()))
+
+
+def no_correction(backbone: "Backbone") -> CorrectionModule:
+    """What makes a context-ready model of this backbone a plain transformer."""
+    return CorrectionModule(NO_CORRECTION, backbone)
+
+
+def has_bias(module: Any) -> bool:
+    """Whether any part of a module has a bias."""
+    return any(name.endswith("bias") for name in module.state_dict())

@@ -1,0 +1,226 @@
+"""The tables and pictures of pointer chasing, from the runs as they stand."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from contextready.files import write_json
+from contextready.measure.bounds import receptive_field
+from contextready.model.config import ModelConfig
+from contextready.pointer.outcome import Outcome
+from contextready.pointer.plots import Staircase, draw_staircases, draw_waves, read_wave
+from contextready.pointer.results import Result
+from contextready.pointer.score import best_accuracy, levels_solved, score_levels, score_passes
+from contextready.pointer.task import PointerTask
+from contextready.pointer.trials import PASSES, READINGS
+from contextready.runs.checkpoint import newest_checkpoint, open_checkpoint
+
+COMPARED_ON = 500
+"""Fresh sequences on which numbers of passes are compared."""
+Accuracies = dict[int | None, list[float]]
+"""By level, for numbers of passes; None is streamed."""
+
+
+def as_markdown(results: Sequence[Result], out: Path) -> str:
+    """Every table for which there are runs."""
+    parts = []
+    for answers in READINGS:
+        mine = [r for r in results if r.trial.belongs_to("table") and r.trial.answers == answers]
+        if mine:
+            allowed = {"the window allows": [window_allows(result) for result in mine]}
+            parts.append(f"Answers {answers}:\n\n{_table(mine, allowed)}")
+    if any(r.trial.part == "growth" for r in results):
+        parts.append(f"More hops:\n\n{_table([r for r in results if r.trial.belongs_to('growth')])}")
+    if any(r.trial.part == "parallel" for r in results):
+        parts += _parallel([r for r in results if r.trial.belongs_to("parallel")], out)
+    words = (
+        "Where there are several seeds, they are in rising order. Levels solved: at least 0.99 right on 2,000 fresh "
+        "sequences. Steps: at which all were solved, or all that were made; seconds are those of the updates. "
+        "Accuracy: the median seed's, by level. The window allows: the best that a transformer of this depth can do by "
+        "its receptive field. In K passes: the same seed's accuracy not streamed, but in the largest K it was trained "
+        f"with, on {COMPARED_ON} fresh sequences, and the best that so many passes can see. An asterisk marks runs "
+        "that are not finished."
+    )
+    return "\n\n".join([*parts, words])
+
+
+def _parallel(results: Sequence[Result], out: Path) -> list[str]:
+    """What parallel training comes to, and how its models fare in other numbers of passes than their own."""
+    found = [_accuracies(result, out) for result in results]
+    own = []
+    for result, seeds in zip(results, found, strict=True):
+        passes, middle = _passes(result), seeds.get(_median_seed(result))
+        own.append(None if passes is None or middle is None else middle[passes])
+    columns = {"in K passes": own, "K passes allow": [passes_allow(result) for result in results]}
+    tables = [f"Parallel training:\n\n{_table(results, columns)}"]
+    scored = [(result.trial.name, seeds) for result, seeds in zip(results, found, strict=True) if seeds]
+    if scored:
+        title = "The same models, read in so many passes; answers right, mean of all levels, for each seed"
+        tables.append(f"{title}:\n\n{_by_passes(scored)}")
+    return tables
+
+
+def _table(results: Sequence[Result], columns: Mapping[str, Sequence[list[float] | None]] | None = None) -> str:
+    """A line for each row; `columns` are further accuracies by level, left out where there are none at all."""
+    head = ["model", "levels solved", "steps", "seconds", "accuracy by level"]
+    shown = {title: found for title, found in (columns or {}).items() if any(found)}
+    lines = []
+    for i in sorted(range(len(results)), key=lambda i: _place(results[i])):
+        further = ["" if (accuracy := found[i]) is None else _written(accuracy) for found in shown.values()]
+        lines.append([*_line(results[i]), *further])
+    return aligned([[*head, *shown], *lines])
+
+
+def _place(result: Result) -> tuple[bool, bool, int]:
+    return result.trial.ready, result.trial.part != "table", result.trial.layers
+
+
+def _written(accuracy: Sequence[float]) -> str:
+    return " ".join(f"{part:.2f}" for part in accuracy)
+
+
+def _by_passes(models: Sequence[tuple[str, dict[int, Accuracies]]]) -> str:
+    """Mean accuracy in fewer and in more passes than a model was trained with, and streamed, where passes lead to."""
+    head = ["model", *(f"K={k}" for k in PASSES), "streamed"]
+    lines = []
+    for name, seeds in models:
+        cells = [", ".join(f"{fmean(found[k]):.2f}" for found in seeds.values()) for k in (*PASSES, None)]
+        lines.append([name, *cells])
+    return aligned([head, *lines])
+
+
+def _accuracies(result: Result, out: Path) -> dict[int, Accuracies]:
+    """Of every seed's newest checkpoint, where there is one."""
+    found = {}
+    for seed in result.outcomes:
+        if newest_checkpoint(result.trial.folder(seed, out)) is None:
+            continue
+        checkpoint = open_checkpoint(result.trial.folder(seed, out))
+        task, model = task_of(result), checkpoint.model()
+        # Not a batch that a validation of the run has seen: those have twice a step's number, or one more.
+        batch = task.batch("test", seed, 2 * checkpoint.progress.step + 2, COMPARED_ON)
+        mine: Accuracies = {None: score_levels(model, task, batch).accuracy}
+        for k, score in score_passes(model, task, batch, [*PASSES, _passes(result) or 1]).items():
+            mine[k] = score.accuracy
+        found[seed] = mine
+    return found
+
+
+def _median_seed(result: Result) -> int:
+    """The lower one, where their number is even."""
+    found = result.outcomes
+    return sorted(found, key=lambda s: (found[s].levels_solved, sum(found[s].accuracy)))[(len(found) - 1) // 2]
+
+
+def _line(result: Result) -> list[str]:
+    found, levels = result.outcomes, task_of(result).levels
+    return [
+        result.trial.name,
+        ", ".join(f"{o.levels_solved}{'*' * (s in result.unfinished)}" for s, o in found.items()) + f" of {levels}",
+        ", ".join(f"{o.step:,}" for o in found.values()),
+        ", ".join(f"{o.seconds:,.0f}" for o in found.values()),
+        _written(found[_median_seed(result)].accuracy),
+    ]
+
+
+def task_of(result: Result) -> PointerTask:
+    """The task of a row."""
+    assert isinstance(result.config.task, PointerTask)
+    return result.config.task
+
+
+def window_allows(result: Result) -> list[float] | None:
+    """The best accuracy by level that a transformer's receptive field allows; none where the bound says nothing.
+
+    It says nothing of a recurrence, nor where the answers to the level before stand in the input.
+    """
+    model = result.config.model
+    assert isinstance(model, ModelConfig)
+    if model.correction is not None or result.trial.answers == "visible" or model.window is None:
+        return None
+    return best_accuracy(task_of(result), receptive_field(model.layers, model.window))
+
+
+def passes_allow(result: Result) -> list[float] | None:
+    """The best accuracy by level in K parallel passes of a context-ready model."""
+    model, passes = result.config.model, _passes(result)
+    assert isinstance(model, ModelConfig)
+    if passes is None or model.window is None:
+        return None
+    return best_accuracy(task_of(result), receptive_field(model.layers, model.window, passes))
+
+
+def _passes(result: Result) -> int | None:
+    """K, where a row is about parallel passes."""
+    return result.config.train.passes if result.trial.part == "parallel" else None
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose columns are also aligned as plain text."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    rows = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines]
+    return "\n".join([rows[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *rows[1:]])
+
+
+def as_record(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """The same as plain values."""
+    return [
+        {
+            "name": result.trial.name,
+            "answers": result.trial.answers,
+            "config": result.config.as_dict(),
+            "window_allows": window_allows(result),
+            "seeds": {str(seed): found._asdict() for seed, found in result.outcomes.items()},
+        }
+        for result in results
+    ]
+
+
+def write_report(markdown: str, results: Sequence[Result], out: Path) -> None:
+    """report.md and report.json."""
+    (out / "report.md").write_text(markdown + "\n")
+    write_json(out / "report.json", as_record(results))
+
+
+def draw_report(results: Sequence[Result], out: Path) -> list[Path]:
+    """The staircases of the tables, of finished runs, and the waves of each row's first seed: PNG and SVG each."""
+    written: list[Path] = []
+    table = [r for r in results if r.trial.part == "table"]
+    stairs = [stair for answers in READINGS if (stair := _staircase(table, answers)) is not None]
+    if stairs:
+        written += draw_staircases(stairs, max(task_of(r).levels for r in table), out / "staircase")
+    for name, those in (
+        ("wave", [r for r in table if r.trial.answers == "masked"]),
+        ("wave-growth", [r for r in results if r.trial.part == "growth"]),
+        ("wave-parallel", [r for r in results if r.trial.part == "parallel"]),
+    ):
+        shown = [(r, min(r.outcomes)) for r in sorted(those, key=lambda r: (not r.trial.ready, r.trial.layers))]
+        waves = [
+            read_wave(r.trial.folder(seed, out), f"{r.trial.name}, seed {seed}: {_told(r.outcomes[seed])}")
+            for r, seed in shown
+            if r.outcomes[seed].step > 0
+        ]
+        if waves:
+            written += draw_waves(waves, out / name, 1 / task_of(those[0]).values)
+    return written
+
+
+def _told(found: Outcome) -> str:
+    if found.solved:
+        return f"all levels solved at step {found.step:,}"
+    return f"{found.levels_solved} of {len(found.accuracy)} levels solved after {found.step:,} steps"
+
+
+def _staircase(table: Sequence[Result], answers: str) -> Staircase | None:
+    solved: dict[bool, dict[int, list[int]]] = {False: {}, True: {}}
+    allowed = {}
+    for r in sorted(table, key=lambda r: r.trial.layers):
+        done = [o.levels_solved for s, o in r.outcomes.items() if s not in r.unfinished]
+        if r.trial.answers == answers and done:
+            solved[r.trial.ready][r.trial.layers] = done
+            if (best := window_allows(r)) is not None:
+                allowed[r.trial.layers] = levels_solved(best)
+    if not any(solved.values()):
+        return None
+    return Staircase(f"answers {answers}", solved[False], solved[True], allowed)

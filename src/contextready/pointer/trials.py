@@ -1,0 +1,114 @@
+"""The trials behind the tables, at paper scale and in miniature: what each one says to `crt pointer`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from contextready.errors import ContextReadyError, nearest
+
+READINGS = ("masked", "visible")
+PASSES = (2, 5, 10, 20)
+PARTS = ("headline", "table", "growth", "parallel")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A line of the tables: a model and how it learns, to be run with several seeds."""
+
+    key: str
+    """Its folder's name."""
+    name: str
+    part: str
+    recipe: str
+    settings: tuple[str, ...]
+    answers: str = "masked"
+    layers: int = 1
+    ready: bool = True
+    """Whether it is context-ready."""
+    compared_in: tuple[str, ...] = ()
+    """Other parts whose trials are compared with it."""
+
+    def belongs_to(self, part: str) -> bool:
+        """Whether it stands in the table of a part."""
+        return part == self.part or part in self.compared_in
+
+    def words(self, seed: int, out: Path) -> tuple[str, ...]:
+        """What to say to `crt pointer`."""
+        return (self.recipe, *self.settings, f"answers={self.answers}", f"seed={seed}", f"out={self.folder(seed, out)}")
+
+    def folder(self, seed: int, out: Path) -> Path:
+        """Where this trial's run with a seed lies."""
+        return out / f"{self.key}-seed{seed}"
+
+    def seeds(self, out: Path) -> list[int]:
+        """The seeds for which there is such a folder."""
+        ends = (path.name.removeprefix(f"{self.key}-seed") for path in out.glob(f"{self.key}-seed*"))
+        return sorted(int(end) for end in ends if end.isdecimal())
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What one scale runs: recipes of transformers by depth and of the context-ready layer, and their changes."""
+
+    transformers: dict[int, tuple[str, tuple[str, ...]]]
+    ready: str
+    growth: dict[str, tuple[str, tuple[str, ...]]]
+    parallel: tuple[str, ...] = ()
+    """What changes for all trials that compare ways of training: they are the dearest."""
+
+
+SCALES = {
+    "cpu": Scale(
+        {n: ("pointer-mini", ("correction=none", f"layers={n}", "eval_every=100")) for n in (1, 2, 3, 4, 5, 6)},
+        "pointer-mini",
+        {f"H={h}": ("pointer-mini", (f"hops={h}", "steps=10000")) for h in (8, 12)},
+        parallel=("batch_size=32",),
+    ),
+    "paper": Scale(
+        {n: (f"pointer/pointer-n{n}-c256", ()) for n in (1, 3, 5, 10, 11, 12)},
+        "pointer/pointer-d1-c256",
+        {
+            "H=10, C=128, 20 values": ("pointer/pointer-d1-c128", ()),
+            "H=20, C=512": ("pointer/pointer-d1-c512", ()),
+        },
+    ),
+}
+
+
+def trials_of(scale: str, parts: Sequence[str]) -> list[Trial]:
+    """The trials of these parts, each once, those that matter most first."""
+    if scale not in SCALES:
+        raise ContextReadyError(f"There is no scale '{scale}'; {nearest(scale, list(SCALES))}")
+    s = SCALES[scale]
+    trials: list[Trial] = []
+    few = {min(n for n in s.transformers if n > 1)}
+    for answers in READINGS:
+        # Parallel trials with settings of their own have a trial through the stream of their own as well.
+        others = ("growth",) if s.parallel else ("growth", "parallel")
+        compared_in = others if answers == "masked" else ()
+        trials.append(Trial(f"{answers}-d1", "D=1 BPTT", "table", s.ready, (), answers, compared_in=compared_in))
+        # The deepest take longest: beginning with them leaves no core idle at the end.
+        for n in sorted(s.transformers, key=lambda n: (n not in few, -n)):
+            recipe, settings = s.transformers[n]
+            trials.append(Trial(f"{answers}-n{n}", f"N={n}", "table", recipe, settings, answers, n, ready=False))
+    for name, (recipe, settings) in s.growth.items():
+        trials.append(Trial(f"growth-{_plain(name)}", f"D=1 BPTT, {name}", "growth", recipe, settings))
+    first, last = PASSES[0], PASSES[-1]
+    ways: list[tuple[str, str, tuple[str, ...]]] = [("bptt", "D=1 BPTT", ())] if s.parallel else []
+    ways += [(f"k{k}", f"D=1, K={k} passes", ("gradient=unroll", f"passes={k}", "min_passes=none")) for k in PASSES]
+    ways += [
+        (f"random{k}", f"D=1, K drawn from {first} to {k}", ("gradient=unroll", f"passes={k}", f"min_passes={first}"))
+        for k in PASSES[1:]
+    ]
+    ways.append(("implicit", f"D=1, implicit at K={last}", ("gradient=implicit", f"passes={last}", "min_passes=none")))
+    trials += [Trial(f"parallel-{key}", name, "parallel", s.ready, (*words, *s.parallel)) for key, name, words in ways]
+    headline = {f"masked-n{n}" for n in few} | {"masked-d1"}
+    return [
+        trial
+        for trial in trials
+        if any(trial.key in headline if part == "headline" else trial.belongs_to(part) for part in parts)
+    ]
+
+
+def _plain(name: str) -> str:
+    return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())

@@ -1,1 +1,0 @@
-"""The paper's models and tables."""

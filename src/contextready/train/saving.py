@@ -1,0 +1,133 @@
+"""Saving a run and going on with it: weights, moments and generators into a checkpoint and back, by all processes.
+
+AdamW's moments are named by hand. `torch.distributed.checkpoint.state_dict` would name them too, but it also stores
+settings that the run's configuration has already, under names that older checkpoints do not have.
+"""
+
+import random
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from contextready.files import partial_name, read_json, staged_folder
+from contextready.model.context_ready import ContextReady
+from contextready.runs.checkpoint import (
+    Checkpoint,
+    Progress,
+    check_shapes,
+    fill,
+    load_weights,
+    named_weights,
+    prune,
+    step_folder,
+    write_rest,
+    write_tensors,
+)
+from contextready.runs.config import RunConfig
+from contextready.runs.models import describe_model
+from contextready.runs.sharded import describe_saved, load_sharded, save_sharded
+from contextready.train.team import Team
+
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+def save_checkpoint(
+    config: RunConfig,
+    progress: Progress,
+    model: ContextReady,
+    optimizer: torch.optim.Optimizer,
+    team: Team,
+    tokenizer_folder: Path | None,
+) -> Path:
+    """Write the checkpoint of this step, then delete the ones no longer kept. All processes call this."""
+    run = Path(config.train.out)
+    folder = step_folder(run, progress.step)
+    generators = _torch_generators(team)
+    (exists,) = team.sum(float(team.is_first and folder.exists()))
+    if not exists:
+        named = named_weights(model)
+        weights = {name: p.detach() for name, p in named.items()}
+        moments = _moments(named, optimizer)
+        sharded = config.train.parallel == "fsdp"
+        with staged_folder(folder) if team.is_first else nullcontext(partial_name(folder)) as staging:
+            team.wait()  # The first process has made the folder.
+            if sharded:
+                save_sharded(staging, {f"model/{name}": tensor for name, tensor in weights.items()} | moments)
+            if team.is_first:
+                if not sharded:
+                    write_tensors(staging, weights, moments)
+                described = describe_model(model, config.model)
+                write_rest(staging, config.as_dict(), progress, generators, tokenizer_folder, described)
+        team.wait()
+    if team.is_first:
+        prune(run, config.train.keep, progress.best_step)
+    return folder
+
+
+def restore(checkpoint: Checkpoint, model: ContextReady, optimizer: torch.optim.Optimizer, team: Team) -> Progress:
+    """Put weights, moments and generators back as they were; returns where the run stood. All processes call this."""
+    named = named_weights(model)
+    if checkpoint.sharded:
+        saved = describe_saved(checkpoint.folder)
+        shapes = {name.removeprefix("model/"): saved[name][0] for name in saved if name.startswith("model/")}
+        check_shapes(named, shapes, checkpoint.folder)
+        _empty_moments(named, optimizer, set(saved))
+        weights = {f"model/{name}": p.detach() for name, p in named.items()}
+        load_sharded(checkpoint.folder, weights | _moments(named, optimizer))
+    else:
+        load_weights(model, checkpoint.tensors("model"), checkpoint.folder)
+        moments = checkpoint.tensors("optimizer")
+        _empty_moments(named, optimizer, set(moments))
+        for name, place in _moments(named, optimizer).items():
+            fill(place, moments[name])
+    _restore_generators(checkpoint, team)
+    return checkpoint.progress
+
+
+def _empty_moments(named: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, saved: set[str]) -> None:
+    """Places for the moments that were saved, as AdamW makes them at its first step."""
+    # AdamW keeps its count on the CPU unless fused on an accelerator, where it lies beside the weights.
+    on_device = any(group.get("fused") for group in optimizer.param_groups)
+    for name, p in named.items():
+        if f"step/{name}" in saved:
+            device = p.device if on_device else torch.device("cpu")
+            optimizer.state[p] = {
+                "step": torch.zeros((), device=device),
+                **{kind: torch.zeros_like(p.detach()) for kind in MOMENTS if kind != "step"},
+            }
+
+
+def _moments(named: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {
+        f"{kind}/{name}": value.detach()
+        for name, p in named.items()
+        for kind, value in optimizer.state.get(p, {}).items()
+    }
+
+
+def _torch_generators(team: Team) -> dict[str, Tensor]:
+    """The states of all processes' generators; the first one's have no number in their names."""
+    mine = {"cpu": torch.get_rng_state()}
+    if team.device.type != "cpu":
+        mine["device"] = torch.get_device_module(team.device).get_rng_state()
+    states = enumerate(team.gather(mine))
+    return {name if rank == 0 else f"{name}.{rank}": state for rank, each in states for name, state in each.items()}
+
+
+def _restore_generators(checkpoint: Checkpoint, team: Team) -> None:
+    states, number = checkpoint.tensors("rng"), "" if team.is_first else f".{team.rank}"
+    if f"cpu{number}" in states:
+        torch.set_rng_state(states[f"cpu{number}"])
+    else:
+        # This process was not there when the run was saved, so it draws masks of its own from here on.
+        team.seed(checkpoint.config["train"]["seed"] + checkpoint.progress.step)
+    if team.device.type != "cpu" and f"device{number}" in states:
+        torch.get_device_module(team.device).set_rng_state(states[f"device{number}"])
+    others = read_json(checkpoint.folder / "trainer.json")["rng"]
+    version, words, gauss = others["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, *rest = others["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))

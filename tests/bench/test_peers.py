@@ -1,0 +1,210 @@
+"""The peers are real models of the shape they are given, and report what they read and how long it took."""
+
+import contextlib
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from contextready.bench import peers
+from contextready.bench.peers import PRECISIONS, HuggingFacePeer, LlamaCppPeer, Shape, random_weights, write_gguf
+from contextready.errors import ContextReadyError
+
+SHAPE = Shape(layers=2, width=64, heads=2, vocab_size=96)
+
+
+def weights_of(model, shape):
+    """The weights of transformers' Llama under the names and in the row order of llama.cpp."""
+    names = {
+        "input_layernorm": "attn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }
+    top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    for key, tensor in model.state_dict().items():
+        weight, name = tensor.numpy(), key.removesuffix(".weight")
+        if name in top:
+            yield f"{top[name]}.weight", weight
+            continue
+        _, _, layer, part = name.split(".", 3)
+        if part in ("self_attn.q_proj", "self_attn.k_proj"):
+            # transformers turns row j of a head with row j + half; llama.cpp turns neighbours.
+            halves = weight.reshape(shape.heads, 2, -1, shape.width)
+            weight = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(shape.width, shape.width))
+        yield f"blk.{layer}.{names[part]}.weight", weight
+
+
+def randomised(shape):
+    """A peer whose every weight matters: norms are no ones, matrices large enough for attention to be sharp."""
+    peer = HuggingFacePeer(shape)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in peer.model.parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.copy_(noise * 0.2 if weight.dim() == 2 else 1 + 0.3 * noise)
+    return peer
+
+
+@pytest.mark.parametrize(
+    ("width", "ffn_width"),
+    [(1088, 2912), (768, 2048), (64, 160), (8, 32)],
+)
+def test_the_gated_mlp_has_about_the_weights_of_the_baseline(width, ffn_width):
+    shape = Shape(1, width, 2, 32)
+    assert shape.ffn_width == ffn_width
+    if width >= 768:
+        assert 3 * width * ffn_width == pytest.approx(8 * width**2, rel=0.005)
+
+
+def test_transformers_reports_a_time_for_each_token():
+    pytest.importorskip("transformers")
+    with contextlib.closing(HuggingFacePeer(SHAPE)) as peer:
+        seconds = peer.decode(context=5, new=3)
+        assert len(seconds) == 3
+        assert min(seconds) > 0
+        assert (peer.name, peer.precision) == ("transformers", "f32")
+
+
+def test_transformers_generates_what_its_own_argmax_does():
+    pytest.importorskip("transformers")
+    with contextlib.closing(randomised(SHAPE)) as peer:
+        prompt = [3, 1, 4, 1, 5]
+        tokens, _ = peer.generate(prompt, 6)
+        with torch.no_grad():
+            logits = peer.model(torch.tensor([prompt + tokens[:-1]])).logits[0]
+        assert tokens == logits[len(prompt) - 1 :].argmax(-1).tolist()
+
+
+def test_transformers_reads_all_of_its_weights_but_the_embedding():
+    pytest.importorskip("transformers")
+    with contextlib.closing(HuggingFacePeer(SHAPE)) as peer:
+        held = {name: tensor.nbytes for name, tensor in peer.model.state_dict().items()}
+        embedding = held.pop("model.embed_tokens.weight")
+        assert peer.bytes_per_token == sum(held.values()) + embedding // SHAPE.vocab_size
+        assert peer.bytes_per_token == 4 * (
+            sum(int(np.prod(size)) for size in SHAPE.tensors().values()) - (SHAPE.vocab_size - 1) * SHAPE.width
+        )
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_llama_cpp_reports_a_time_for_each_token(precision):
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    with contextlib.closing(LlamaCppPeer(SHAPE, precision, capacity=256)) as peer:
+        for _ in range(2):  # a second stream starts from nothing
+            seconds = peer.decode(context=5, new=3)
+            assert len(seconds) == 3
+            assert min(seconds) > 0
+        assert (peer.name, peer.precision) == ("llama.cpp", precision)
+
+
+@pytest.mark.parametrize(("precision", "bits"), [("f32", 32), ("f16", 16), ("q8_0", 8.5), ("q4_0", 4.5)])
+def test_llama_cpp_reads_all_of_its_weights_but_the_embedding(precision, bits, tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    path = tmp_path / "model.gguf"
+    read = write_gguf(path, SHAPE, precision, random_weights(SHAPE))
+    with contextlib.closing(llama_cpp.Llama(str(path), n_ctx=64, n_batch=64, n_threads=1, verbose=False)) as llama:
+        held = llama_cpp.llama_model_size(llama.model)
+        assert llama_cpp.llama_model_n_params(llama.model) == sum(int(np.prod(s)) for s in SHAPE.tensors().values())
+    assert read == held - (SHAPE.vocab_size - 1) * SHAPE.width * bits / 8
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_both_compute_the_same_model(heads, tmp_path):
+    """The file is a real model of the shape: with the same weights, the same logits and the same greedy tokens."""
+    pytest.importorskip("transformers")
+    llama_cpp = pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    shape = SHAPE._replace(width=136, heads=heads)  # heads of 68, the paper's size at width 1088, and of 34
+    prompt = np.random.default_rng(2).integers(shape.vocab_size, size=40).tolist()
+    with contextlib.closing(randomised(shape)) as theirs:
+        path = tmp_path / "model.gguf"
+        write_gguf(path, shape, "f32", weights_of(theirs.model, shape))
+        exact = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
+        llama = llama_cpp.Llama(str(path), n_ctx=64, n_batch=64, n_threads=1, logits_all=True, verbose=False, **exact)
+        with contextlib.closing(llama):
+            llama.eval(prompt)
+            scores = llama.scores[: len(prompt)].copy()
+        with torch.no_grad():
+            logits = theirs.model(torch.tensor([prompt])).logits[0].numpy()
+        np.testing.assert_allclose(scores, logits, atol=1e-4 * np.abs(logits).max())
+
+        weights = weights_of(theirs.model, shape)
+        with contextlib.closing(LlamaCppPeer(shape, "f32", capacity=256, weights=weights)) as ours:
+            expected, _ = theirs.generate(prompt, 20)
+            assert len(set(expected)) > 5  # no constant, which a wrong model could repeat too
+            assert ours.generate(prompt, 20)[0] == expected
+            assert ours.generate(prompt, 20)[0] == expected
+
+
+def test_a_prompt_longer_than_a_batch_is_read_whole(monkeypatch):
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    prompt = np.random.default_rng(3).integers(SHAPE.vocab_size, size=50).tolist()
+    with contextlib.closing(LlamaCppPeer(SHAPE, "f32", capacity=256)) as peer:
+        whole, _ = peer.generate(prompt, 8)
+    monkeypatch.setattr(peers, "_BATCH", 16)
+    with contextlib.closing(LlamaCppPeer(SHAPE, "f32", capacity=256)) as peer:
+        assert peer.generate(prompt, 8)[0] == whole
+
+
+@pytest.mark.parametrize(
+    ("module", "make"),
+    [
+        ("transformers", lambda: HuggingFacePeer(SHAPE)),
+        ("llama_cpp", lambda: LlamaCppPeer(SHAPE, "f32")),
+    ],
+)
+def test_a_missing_package_is_named(module, make, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ContextReadyError, match=rf"the package {module}; install .*contextready\[bench\]"):
+        make()
+
+
+def test_a_missing_gguf_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ContextReadyError, match=r"the package gguf; install .*contextready\[bench\]"):
+        write_gguf(tmp_path / "model.gguf", SHAPE, "f32", [])
+
+
+@pytest.mark.parametrize(
+    ("shape", "precision", "words"),
+    [
+        (SHAPE, "q5_1", "choose one of f32, f16, q8_0, q4_0"),
+        (SHAPE._replace(width=68), "q8_0", "choose a multiple of 32"),
+        (SHAPE._replace(heads=3), "f32", "not divisible by heads=3"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused(shape, precision, words, tmp_path):
+    pytest.importorskip("gguf")
+    with pytest.raises(ContextReadyError, match=words):
+        write_gguf(tmp_path / "model.gguf", shape, precision, random_weights(shape))
+
+
+def test_weights_of_another_shape_are_refused(tmp_path):
+    pytest.importorskip("gguf")
+    path = tmp_path / "model.gguf"
+    with pytest.raises(ContextReadyError, match="is not a weight of"):
+        write_gguf(path, SHAPE, "f32", random_weights(SHAPE._replace(width=32)))
+    with pytest.raises(ContextReadyError, match="is missing from the weights"):
+        write_gguf(path, SHAPE._replace(layers=3), "f32", random_weights(SHAPE))
+
+
+def test_a_stream_that_has_no_room_is_refused():
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    with contextlib.closing(LlamaCppPeer(SHAPE, "f32", capacity=16)) as peer:
+        with pytest.raises(ContextReadyError, match="room for 16; make it with a larger capacity"):
+            peer.decode(context=10, new=10)
+        with pytest.raises(ContextReadyError, match="both must be at least 1"):
+            peer.decode(context=10, new=0)
+        with pytest.raises(ContextReadyError, match="out of range"):
+            peer.generate([SHAPE.vocab_size], 1)

@@ -1,0 +1,222 @@
+"""The command: what a user types, what it prints, and how it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from contextready.cli.main import main
+from contextready.measure.exactness import run_exact
+
+
+@pytest.fixture
+def crt(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(*words):
+        code = main(words)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def test_info_prints_every_figure_of_the_paper(crt):
+    code, out, _ = crt("info")
+    assert code == 0
+    rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    expected = {
+        "owt-d5-c1120": ["121M ✓", "157M ✓"],
+        "owt-d6-c1024": ["117M ✓"],
+        "owt-n6-c1088": ["120M ✓", "155M ✓"],
+        "owt-n12-c768": ["110M ✓", "134M ✓"],
+        "owt-n2-c1888": ["146M ✓"],
+        "owt-n24-c1088": ["376M ✓"],
+        "owt-d6-c2048": ["401M ✓"],
+        "owt-n12-c1536": ["389M ✓"],
+        "owt-n6-c2176": ["411M ✓"],
+        "owt-d1-c2048": ["149M ✓", "215M ✓"],
+        "owt-n12-c1024": ["144 ✓"],
+        "owt-n13-c1024": ["156 ✓"],
+        "owt-d12-c1024": ["152 ✓"],
+        "owt-n14-c1024": ["168 ✓"],
+        "owt-n24-c1024": ["288 ✓"],
+        "owt-d23-c1024": ["284 ✓"],
+        "wiki-d3-c446": ["44 ✓"],
+        "wiki-n3-c446": ["36 ✓", "7.2M ✓*"],
+        "wiki-d2-c446": ["32 ✓"],
+        "wiki-d2-c446-concat": ["36 ✓"],
+        "wiki-d3-c446-concat": ["48 ✓"],
+        "wiki-n6-c768": ["42.5M ✓*"],
+    }
+    for name, figures in expected.items():
+        assert all(figure in rows[name] for figure in figures), rows[name]
+    assert "(paper: 1.6×)" in out
+    assert "holds 3.2× less" in out
+    assert "M (paper: " not in out
+
+
+def test_info_says_where_a_figure_differs_from_the_paper(monkeypatch):
+    from dataclasses import replace
+
+    from contextready import info
+
+    model = info.PAPER_MODELS["owt-d5-c1120"]
+    monkeypatch.setitem(info.PAPER_MODELS, "owt-d5-c1120", replace(model, flops="122M"))
+    entry = info.entries(["owt-d5-c1120"])[0]
+    assert info._beside(info.millions(entry.paper_macs), entry.paper.flops) == "121M (paper: 122M)"
+
+
+def test_info_of_any_configuration(crt):
+    words = ["vocab_size=4096", "width=128", "layers=1", "heads=4", "correction=concat", "window=64"]
+    code, out, _ = crt("info", *words, "--json", "--dtype", "bfloat16", "--context", "1000")
+    assert code == 0
+    (model,) = json.loads(out)["models"]
+    assert model["macs_per_token"] == (12 + 12) * 128**2 + 4096 * 128
+    assert model["macs_per_token_exact"] == model["macs_per_token"] + 2 * 64 * 128
+    assert model["kv_bytes_per_token"] == 2 * 128 * 2
+    assert model["state_bytes_at_context"] == 64 * 2 * 128 * 2 + 2 * 128 * 2
+    assert model["paper"] is None
+
+
+def test_info_in_detail_and_changed(crt):
+    code, out, _ = crt("info", "owt-d1-c2048")
+    assert code == 0
+    assert "149,422,080" in out
+    assert "parameters 215M" in out
+    _, out, _ = crt("info", "wiki-n6-c768")
+    assert "(no head)" in out
+    assert "42,467,328  (42.5M)" in out
+    code, out, _ = crt("info", "owt-d1-c2048", "correction=concat", "--json")
+    (model,) = json.loads(out)["models"]
+    assert model["width_squared_coefficient"] == 24
+    assert model["paper"] is None  # changed, so the paper says nothing of it
+
+
+def test_info_of_several_models_at_one_context_and_dtype(crt):
+    code, out, _ = crt("info", "owt-d1-c2048", "owt-n6-c1088", "--context", "4096", "--dtype", "bfloat16")
+    assert code == 0
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
+    # C², FLOPs ✓, exact = FLOPs + 2 · 4096 · C · layers, parameters ✓, 2 · C · layers · 2 bytes
+    assert rows["owt-d1-c2048"][1:] == ["20", "149M", "✓", "166M", "215M", "✓", "8,192"]
+    assert rows["owt-n6-c1088"][1:] == ["72", "120M", "✓", "174M", "155M", "✓", "26,112"]
+    _, one, _ = crt("info", "owt-d1-c2048", "--context", "4096", "--dtype", "bfloat16")
+    for figure in ("166,199,296", "16,777,216", "8,192", "33,562,624"):
+        assert figure in one
+
+
+def test_a_reader_that_leaves_is_no_traceback():
+    command = [sys.executable, "-m", "contextready.cli.main", "info", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
+
+
+def test_an_interrupt_is_no_traceback(crt, monkeypatch):
+    import contextready.runs.catalog
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(contextready.runs.catalog, "print_info", interrupted)
+    assert crt("info") == (130, "", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["info", "owt-d5-c1121"], "did you mean 'owt-d5-c1120'?"),
+        (["info", "widht=5"], "did you mean 'width'?"),
+        (["info", "vocab_size=10", "width=6", "layers=1", "heads=2"], "head size 3, which is odd"),
+        (["info", "owt-d5-c1120", "correction=plus"], "Unknown correction 'plus'"),
+        (["info", "owt-d5-c1120", "heads=3"], "not divisible by heads=3"),
+        (["info", "owt-d5-c1120", "--context", "0"], "--context 0"),
+        (["exact", "--tokens", "2"], "--tokens 2"),
+        (["exact", "--width", "12"], "--width a multiple of 8"),
+        (["exact", "--seed", "99999999999999999999999"], "--seed from 0"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_code_2(crt, words, message):
+    code, out, err = crt(*words)
+    assert code == 2
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("words", [[], ["sing"], ["info", "--dtype", "int3"]])
+def test_bad_options_exit_with_2(crt, words):
+    with pytest.raises(SystemExit) as stop:
+        crt(*words)
+    assert stop.value.code == 2
+
+
+@pytest.mark.parametrize("verb", ["info", "exact", "demo", "data", "train", "eval", "plot"])
+def test_help_explains_every_option(crt, verb, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([verb, "--help"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) > 8
+    assert all(len(line) <= 100 for line in out.splitlines())
+
+
+def test_help_lists_every_setting(capsys):
+    from dataclasses import fields
+
+    from contextready import ModelConfig
+
+    with pytest.raises(SystemExit):
+        main(["info", "--help"])
+    out = capsys.readouterr().out
+    for field in fields(ModelConfig):
+        (line,) = [line for line in out.splitlines() if line.startswith(f"  {field.name} ")]
+        assert len(line.split()) > 2, line  # with the words of its docstring
+    assert "itself included; none: all" in " ".join(out.split())
+
+
+def test_exact_shows_what_it_measured(crt):
+    code, out, _ = crt("exact", "--tokens", "16", "--width", "16")
+    assert code == 0
+    assert "16 of 16" in out
+    assert "one function" in out
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_exact_measures_what_it_claims(layers):
+    result = run_exact(tokens=24, layers=layers, width=32, seed=1)
+    assert result.errors[-1] < 1e-12 < 1e-3 < result.errors[4]
+    assert result.exact == [min(24, k - 1) for k in range(1, 26)]
+    assert result.changes[-1] < 1e-3 * result.changes[0]
+    assert result.cumulative_error > 0.1
+
+
+def test_installed_command_and_module_run():
+    done = subprocess.run(
+        [sys.executable, "-m", "contextready.cli.main", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("contextready ")
+
+
+def test_the_core_benchmark_ends_with_one_json_line():
+    """Runs it for real, on few rounds; the figures are not judged here."""
+    command = [sys.executable, str(Path(__file__).parent.parent / "benchmarks" / "core.py"), "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert {row["D"] for row in result["unroll"]} == {1, 4}
+    assert all(row["measured_over_predicted"] > 0 for row in result["unroll"])
+    assert all(row["step_over_products"] > 0 for row in result["step"])
+
+
+@pytest.mark.slow
+def test_the_gradients_benchmark_ends_with_one_json_line():
+    command = [sys.executable, str(Path(__file__).parent.parent / "benchmarks" / "gradients.py"), "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert {row["mode"].split()[0].strip(",") for row in result["rows"]} == {"unroll", "truncated", "implicit", "bptt"}
+    assert all(row["units"] > 0 and row["bytes"] > 0 and row["planned"] > 0 for row in result["rows"])
+    assert all(row["ratio"] > 0 for row in result["streams"])

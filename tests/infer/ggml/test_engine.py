@@ -1,0 +1,285 @@
+import subprocess
+import sys
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from helpers import KINDS, random_tokens, small_config, small_model
+
+from contextready import ContextReady, ContextReadyError, State, Transformer, account, build_correction
+from contextready.data.tokenizer import Tokenizer
+from contextready.model.correction import CORRECTIONS
+
+pytest.importorskip("ggml")
+pytest.importorskip("gguf")
+
+from contextready.infer.ggml.engine import BUCKET, GRAPHS, GgmlEngine
+from contextready.infer.ggml.file import read_gguf, write_gguf
+
+# Logits are of order one, both sides round in float32.
+TOLERANCE = 1e-5
+
+
+def exported(model, folder, type="f32", trained_length=64, tokenizer=None):
+    path = folder / f"{type}.gguf"
+    write_gguf(model, path, trained_length, type, tokenizer)
+    return path
+
+
+def single(**changes):
+    """A random model whose recurrence does not enlarge what float32 rounds: its embeddings are large."""
+    model = small_model(dtype=torch.float32, gain=0.6, **changes)
+    with torch.no_grad():
+        model.backbone.embedding.weight.mul_(5.0)
+    return model
+
+
+def streamed(model, ids, state=None):
+    """Logits (T, V) of the eager model, and its state after them."""
+    with torch.no_grad():
+        logits, state = model.stream(torch.tensor([ids]), model.init_state(1) if state is None else state)
+    return logits[0].numpy(), state
+
+
+def stepped(engine, ids):
+    return np.stack([engine.step([token])[0] for token in ids])
+
+
+def ids_of(length, seed=1):
+    return random_tokens(1, length, seed=seed)[0].tolist()
+
+
+def far(a, b):
+    return float(np.abs(a - b).max())
+
+
+def same_state(a, b, tolerance=TOLERANCE):
+    assert (a.position, a.history) == (b.position, b.history)
+    assert (a.cache.window, a.cache.keep) == (b.cache.window, b.cache.keep)
+    assert a.carried_BRC.shape == b.carried_BRC.shape
+    assert far(a.carried_BRC.numpy(), b.carried_BRC.numpy()) < tolerance
+    for ours, theirs in zip(a.cache.layers, b.cache.layers, strict=True):
+        for mine, other in zip(ours, theirs, strict=True):
+            assert mine.shape == other.shape
+            assert mine.numel() == 0 or far(mine.numpy(), other.numpy()) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("correction", "window", "shape"),
+    [
+        (correction, window, (layers, bias, extra))
+        for correction, window in product((None, *KINDS, "memoryless"), (None, 1, 7))
+        for layers, bias, extra in ((1, False, True), (1, True, False), (3, False, False), (3, True, True))
+        if window != 1 or layers == 1
+    ],
+)
+def test_every_model_steps_as_the_eager_one(correction, window, shape, tmp_path):
+    layers, bias, extra = shape
+    model = single(correction=correction, window=window, layers=layers, bias=bias, extra_ffn=extra)
+    engine, ids = GgmlEngine(exported(model, tmp_path), threads=1), ids_of(45)
+    expected, state = streamed(model, ids)
+    assert far(stepped(engine, ids), expected) < TOLERANCE
+    same_state(engine.state(0), state)
+    assert engine.position(0) == 45
+    assert engine.capacity == (64 if window is None else None)
+
+
+@pytest.mark.parametrize("window", [None, BUCKET + 20])
+def test_attention_over_several_buckets_and_round_the_ring(window, tmp_path):
+    model, ids = single(window=window, layers=1), ids_of(BUCKET + 60)
+    path = exported(model, tmp_path, trained_length=3 * BUCKET)
+    engine = GgmlEngine(path, threads=1)
+    expected, state = streamed(model, ids)
+    assert far(stepped(engine, ids), expected) < TOLERANCE
+    same_state(engine.state(0), state)
+    # Two threads share out the slots where there are many.
+    both = GgmlEngine(path, threads=2)
+    both.load(0, streamed(model, ids[:-9])[1])
+    assert far(stepped(both, ids[-9:]), expected[-9:]) < TOLERANCE
+
+
+def test_a_correction_may_have_biases_where_its_backbone_has_none(tmp_path):
+    backbone = Transformer(small_config())
+    model = ContextReady(backbone, build_correction("add", backbone, bias=True))
+    torch.nn.init.normal_(model.correction.ffn.up.bias)
+    ids = ids_of(10)
+    engine = GgmlEngine(exported(model, tmp_path), threads=1)
+    assert far(stepped(engine, ids), streamed(model, ids)[0]) < TOLERANCE
+
+
+def test_a_far_position_is_rotated_as_exactly_as_a_near_one(tmp_path):
+    model, ids = single(window=8, layers=1), ids_of(20)
+    engine = GgmlEngine(exported(model, tmp_path), threads=1)
+    _, state = streamed(model, ids)
+    cache = type(state.cache)(state.cache.layers, 1_000_003, state.cache.window, state.cache.keep)
+    far_state = State(cache, state.carried_BRC, state.history)
+    engine.load(0, far_state)
+    expected, after = streamed(model, ids, far_state)
+    assert far(stepped(engine, ids), expected) < TOLERANCE
+    same_state(engine.state(0), after)
+
+
+@pytest.mark.parametrize(("type", "least", "most"), [("f16", 1e-7, 0.01), ("q8_0", 1e-4, 0.03), ("q4_0", 1e-2, 0.3)])
+def test_narrow_types_stay_near(type, least, most, tmp_path):
+    model, ids = single(width=64, heads=2, layers=1), ids_of(30)
+    expected, _ = streamed(model, ids)
+    path = exported(model, tmp_path, type)
+    assert read_gguf(path).type == type
+    error = np.linalg.norm(stepped(GgmlEngine(path, threads=1), ids) - expected) / np.linalg.norm(expected)
+    assert least < error < most
+
+
+def test_rows_of_a_matrix_that_no_block_divides_stay_f16(tmp_path):
+    types = {name: weight.type for name, weight in read_gguf(exported(single(), tmp_path, "q8_0")).weights.items()}
+    assert types["layers.0.attn.qkv.weight"] == "f16"  # rows of 12
+    assert types["final_norm.weight"] == "f32"
+    engine, ids = GgmlEngine(tmp_path / "q8_0.gguf", threads=1), ids_of(10)
+    assert far(stepped(engine, ids), streamed(single(), ids)[0]) < 0.1
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_rows_are_independent_and_equal_to_one_alone(window, tmp_path):
+    path = exported(single(window=window), tmp_path)
+    engine, prompts = GgmlEngine(path, rows=3, threads=1), [ids_of(n, seed=n) for n in (3, 11, 7)]
+    alone = [GgmlEngine(path, threads=1) for _ in prompts]
+    for row in (2, 0, 1):
+        logits, _ = engine.read(row, prompts[row])
+        assert np.array_equal(logits, alone[row].read(0, prompts[row])[0])
+    for tokens in zip(*(ids_of(12, seed=s) for s in (7, 8, 9)), strict=True):
+        expected = np.concatenate([one.step([token]) for one, token in zip(alone, tokens, strict=True)])
+        assert far(engine.step(tokens), expected) < 1e-5
+    for row in range(3):
+        same_state(engine.state(row), alone[row].state(0), 1e-5)
+    engine.load(1, None)
+    assert [engine.position(row) for row in range(3)] == [15, 0, 19]
+    assert np.array_equal(engine.read(1, prompts[1])[0], GgmlEngine(path, threads=1).read(0, prompts[1])[0])
+
+
+@pytest.mark.parametrize(("correction", "window"), [("add", None), ("block_head", 6), (None, 6)])
+def test_streams_change_between_torch_and_ggml(correction, window, tmp_path):
+    model, ids = single(correction=correction, window=window), ids_of(40)
+    expected, last = streamed(model, ids)
+    path = exported(model, tmp_path)
+    for turn in (0, 1, 4, 17):
+        engine = GgmlEngine(path, threads=1)
+        if turn:
+            engine.read(0, ids[:turn])
+        on_in_torch, state = streamed(model, ids[turn:], engine.state(0))
+        assert far(on_in_torch, expected[turn:]) < TOLERANCE
+        same_state(state, last)
+        other = GgmlEngine(path, rows=2, threads=1)
+        other.load(1, streamed(model, ids[:turn])[1] if turn else None)
+        assert far(other.read(1, ids[turn:])[0], expected[-1]) < TOLERANCE
+        same_state(other.state(1), last)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("history", [0, 5])
+def test_states_of_other_histories_and_rolled_back_ones(history, window, tmp_path):
+    model, ids = single(window=window), ids_of(30)
+    engine = GgmlEngine(exported(model, tmp_path), threads=1)
+    expected, _ = streamed(model, ids)
+    _, state = streamed(model, ids[:20], model.init_state(1, history))
+    for back in range(history + 1):
+        engine.load(0, state.rollback(20 - back))
+        on_in_torch, _ = streamed(model, ids[20 - back :], engine.state(0))
+        assert far(on_in_torch, expected[20 - back :]) < TOLERANCE
+        assert far(stepped(engine, ids[20 - back :]), expected[20 - back :]) < TOLERANCE
+
+
+def test_a_state_shares_nothing_with_the_engine(tmp_path):
+    engine, ids = GgmlEngine(exported(single(), tmp_path), threads=1), ids_of(12)
+    engine.read(0, ids[:6])
+    state = engine.state(0)
+    kept = state.clone()
+    engine.read(0, ids[6:])
+    same_state(state, kept, 1e-30)
+    engine.load(0, None)
+    assert engine.state(0).position == 0
+
+
+@pytest.mark.parametrize(("correction", "window"), [("concat", 4), ("add", None), (None, None)])
+def test_reading_is_stepping_and_says_what_it_cost(correction, window, tmp_path):
+    path, ids = exported(single(correction=correction, window=window), tmp_path), ids_of(25)
+    reader, stepper = GgmlEngine(path, threads=1), GgmlEngine(path, threads=1)
+    reader.read(0, ids[:9])
+    logits, info = reader.read(0, ids[9:])
+    assert np.array_equal(logits, stepped(stepper, ids)[-1])
+    same_state(reader.state(0), stepper.state(0), 1e-30)
+    assert (info.solver, info.tokens, info.passes, info.exact, info.certificate) == ("sequential", 16, 1.0, True, 0.0)
+    cost = account(small_config(correction=correction, window=window))
+    attention = sum(cost.macs_attention(t + 1) for t in range(9, 25))
+    assert info.plain_macs == 16 * cost.macs_blocks + attention
+    assert info.macs == info.plain_macs + 16 * cost.macs_correction
+
+
+def test_a_formula_costs_what_its_matrices_do():
+    found = {name: correction.parts.macs_per_width_squared for name, correction in CORRECTIONS.items()}
+    assert found == {"add": 8, "concat": 12, "blind": 8, "memoryless": 8, "block_head": 0, "tied": 8}
+
+
+def test_many_graphs_are_not_all_kept(tmp_path):
+    engine = GgmlEngine(exported(single(layers=1), tmp_path), rows=GRAPHS + 2, threads=1)
+    first = [engine.read(row, [1, 2, 3])[0] for row in range(engine.rows)]
+    again = [engine.read(row, [4])[0] for row in range(engine.rows)]
+    assert all(np.array_equal(logits, first[0]) for logits in first)
+    assert all(np.array_equal(logits, again[0]) for logits in again)
+    assert len(engine._graphs) <= GRAPHS
+
+
+def test_an_exported_model_runs_where_there_is_no_torch(tmp_path):
+    tokenizer = Tokenizer.train(["some text to learn from, some more of it"] * 3, 262)
+    model = single(vocab_size=262)
+    path = exported(model, tmp_path, tokenizer=tokenizer)
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from contextready.infer.ggml.engine import GgmlEngine\n"
+        f"engine = GgmlEngine({str(path)!r}, threads=1)\n"
+        "ids = engine.exported.tokenizer().encode_batch(['some text'])[0]\n"
+        "print(ids, engine.read(0, ids)[0].argmax())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    ids = tokenizer.encode_batch(["some text"])[0]
+    assert done.stderr == ""
+    assert done.stdout.strip() == f"{ids} {streamed(model, ids)[0][-1].argmax()}"
+
+
+def test_every_bad_call_is_a_sentence(tmp_path):
+    path = exported(single(), tmp_path, trained_length=8)
+    for changes, sentence in (
+        ({"rows": 0}, "rows=0 is too small"),
+        ({"threads": 0}, "threads=0 is too small"),
+        ({"capacity": 0}, "capacity=0 is too small"),
+        ({"capacity": 10**15}, "not enough memory for 1 rows of 1,000,000,000,000,000 tokens"),
+    ):
+        with pytest.raises(ContextReadyError, match=sentence):
+            GgmlEngine(path, **changes)
+    engine = GgmlEngine(path, rows=2, threads=1)
+    engine.read(0, ids_of(7))
+    state = engine.state(0)
+    other_model = single(window=3)
+    for call, sentence in (
+        (lambda: engine.read(0, []), "prompt is empty"),
+        (lambda: engine.read(0, [1, 23]), "Token id 23 is out of range"),
+        (lambda: engine.read(0, [1, 2]), "9 tokens were to be read and there is room for 8"),
+        (lambda: engine.read(2, [1]), "no row 2; this engine has rows 0 to 1"),
+        (lambda: engine.load(-1, state), "no row -1"),
+        (lambda: engine.step([1]), "1 tokens were given for 2 rows"),
+        (lambda: engine.step([1, -1]), "Token id -1 is out of range"),
+        (lambda: engine.load(0, 3), "not a state of this kind"),
+        (lambda: engine.load(0, state.repeat(2)), "holds 2 rows; select one"),
+        (lambda: engine.load(0, other_model.init_state(1)), "of another model"),
+        (lambda: GgmlEngine(path, capacity=6).load(0, state), "7 tokens were to be read and there is room for 6"),
+    ):
+        with pytest.raises(ContextReadyError, match=sentence):
+            call()
+    same_state(engine.state(0), state, 1e-30)
+    engine.step([1, 2])
+    with pytest.raises(ContextReadyError, match="room for 8"):
+        engine.step([1, 2])
+    assert [engine.position(0), engine.position(1)] == [8, 1]
+    engine.close()
+    engine.close()
+    with pytest.raises(ContextReadyError, match="was closed"):
+        engine.read(1, [1])

@@ -1,0 +1,174 @@
+import errno
+
+import numpy as np
+import pytest
+import torch
+from helpers import small_config, small_model
+from torch import nn
+
+from contextready import ContextReady, ContextReadyError, Transformer, build_correction
+from contextready.data.tokenizer import Tokenizer
+from contextready.model.correction import CORRECTIONS
+from contextready.model.correction_module import CorrectionModule
+
+pytest.importorskip("ggml")
+gguf = pytest.importorskip("gguf")
+
+from contextready.infer.ggml import file as gguf_file  # noqa: E402
+from contextready.infer.ggml.engine import GgmlEngine  # noqa: E402
+from contextready.infer.ggml.file import TYPES, read_gguf, write_gguf  # noqa: E402
+
+
+def single(**changes):
+    return small_model(dtype=torch.float32, **changes)
+
+
+def exported(model, folder, type="f32", trained_length=64, tokenizer=None):
+    path = folder / f"{type}.gguf"
+    write_gguf(model, path, trained_length, type, tokenizer)
+    return path
+
+
+def test_smaller_types_make_smaller_files(tmp_path):
+    model = single(width=64, heads=2)
+    sizes = [write_gguf(model, tmp_path / "m.gguf", 8, type) for type in TYPES]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > 1.9 * sizes[1] > 1.9 * 1.8 * sizes[2]
+
+
+def test_the_tokenizer_comes_along(tmp_path):
+    tokenizer = Tokenizer.train(["some text to learn from, some more of it"] * 3, 262)
+    path = exported(single(vocab_size=262), tmp_path, tokenizer=tokenizer)
+    read = read_gguf(path)
+    assert (read.trained_length, read.config.vocab_size, read.end_token) == (64, 262, tokenizer.end)
+    assert read.tokenizer().sha256 == tokenizer.sha256
+    assert read.parameters == sum(p.numel() for p in single(vocab_size=262).parameters())
+    with pytest.raises(ContextReadyError, match="holds no tokenizer; give one"):
+        read_gguf(exported(single(), tmp_path, "f16")).tokenizer()
+
+
+def test_what_cannot_be_exported_is_a_sentence(tmp_path):
+    class Other(Transformer):
+        pass
+
+    class Mine(CorrectionModule):
+        pass
+
+    other, own = Other(small_config()), Transformer(small_config())
+    shared = single()
+    shared.backbone.unembedding.bias = nn.Parameter(torch.zeros(23))
+    for model, changes, sentence in (
+        (ContextReady(other, build_correction("add", other)), {}, "around Other cannot be exported"),
+        (ContextReady(own, Mine(CORRECTIONS["add"], own)), {}, "correction Mine cannot be exported"),
+        (ContextReady(other), {}, "around Other cannot be exported"),
+        (shared, {}, "weights that its configuration does not name"),
+        (single(), {"type": "q8"}, "did you mean 'q8_0'"),
+        (single(), {"trained_length": 0}, "trained_length=0 is too short"),
+    ):
+        with pytest.raises(ContextReadyError, match=sentence):
+            write_gguf(model, tmp_path / "m.gguf", **({"trained_length": 8} | changes))
+    with pytest.raises(ContextReadyError, match=r"m\.gguf could not be written: .*No such file"):
+        write_gguf(single(), tmp_path / "none" / "m.gguf", 8)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_model_of_this_package_is_a_sentence(tmp_path):
+    with pytest.raises(ContextReadyError, match="around Linear cannot be exported"):
+        write_gguf(nn.Linear(2, 2), tmp_path / "m.gguf", 8)
+    assert list(tmp_path.iterdir()) == []
+
+
+NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("when", "error"),
+    [
+        ("write_kv_data_to_file", NO_SPACE),
+        ("write_tensor_data", OSError("12288 requested and 0 written")),  # numpy's, without a number
+        ("flush", NO_SPACE),
+    ],
+)
+def test_a_full_disk_leaves_nothing_and_keeps_the_earlier_file(when, error, tmp_path, monkeypatch):
+    def full(*_):
+        raise error
+
+    path = exported(single(), tmp_path)
+    earlier = path.read_bytes()
+    monkeypatch.setattr(gguf.GGUFWriter, when, full)
+    with pytest.raises(ContextReadyError, match=r"disk is full: .* nothing half-written"):
+        write_gguf(single(seed=5), path, 8, "f32")
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+    assert path.read_bytes() == earlier
+
+
+def test_files_that_are_no_whole_export_are_a_sentence(tmp_path, monkeypatch):
+    good, bad = exported(single(), tmp_path), tmp_path / "bad.gguf"
+    whole = good.read_bytes()
+
+    def refused(sentence):
+        with pytest.raises(ContextReadyError, match=sentence) as caught:
+            read_gguf(bad)
+        assert str(bad) in str(caught.value)
+
+    refused("no exported model at")
+    bad.mkdir()
+    refused("cannot be read")
+    bad.rmdir()
+    for contents in (b"", b"GG", b"something else entirely"):
+        bad.write_bytes(contents)
+        refused("not a GGUF file")
+    for length in (4, 9, 23, 60, 150, 400, len(whole) // 2, len(whole) - 40):
+        bad.write_bytes(whole[:length])
+        refused("damaged or not whole")
+    bad.write_bytes(whole.replace(b"contextready", b"contextsteady", 1).replace(b"l.architecture", b"l.architectur", 1))
+    refused("damaged or not whole|another kind")
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_file, "FORMAT", 2)
+        write_gguf(single(), bad, 8)
+    refused("an exported model of another version")
+
+
+def test_files_with_the_wrong_contents_are_a_sentence(tmp_path, monkeypatch):
+    bad = tmp_path / "bad.gguf"
+
+    def write(fields, tensors, architecture="contextready"):
+        writer = gguf.GGUFWriter(bad, architecture)
+        for add, name, value in fields:
+            getattr(writer, f"add_{add}")(f"{architecture}.{name}", value)
+        for name, array in tensors.items():
+            writer.add_tensor(name, array)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    sizes = {"format": 1, "context_length": 8, "vocab_size": 5, "embedding_length": 4, "block_count": 1}
+    fields = [("uint32", name, value) for name, value in (sizes | {"attention.head_count": 2}).items()]
+    fields += [("bool", name, False) for name in ("extra_ffn", "bias", "correction_bias")]
+    fields += [("float64", "rope.freq_base", 10_000.0), ("string", "correction", "block_head")]
+    shapes = dict(gguf_file.ExportedConfig(5, 4, 1, 2, correction="block_head").tensors())
+    good = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    write(fields, good)
+    assert GgmlEngine(bad, threads=1).step([1]).shape == (1, 5)
+
+    def changed(name, type, value):
+        return [field for field in fields if field[1] != name] + [(type, name, value)]
+
+    for case, tensors, sentence in (
+        (fields, {n: a for n, a in good.items() if n != "final_norm.weight"}, "tensor final_norm.weight is missing"),
+        (fields, good | {"unembedding.weight": np.ones((4, 4), np.float32)}, r"has shape \(4, 4\) instead of \(5, 4\)"),
+        (fields, good | {"final_norm.weight": np.ones(4, np.float16)}, "final_norm.weight as f16, which cannot be run"),
+        (fields, good | {"unembedding.weight": np.ones((5, 4))}, "unembedding.weight as f64, which cannot be run"),
+        (fields[:2] + fields[3:], good, "does not state 'contextready.vocab_size'"),
+        (changed("embedding_length", "string", "four"), good, "sizes make no model; export"),
+        (changed("attention.head_count", "uint32", 3), good, "sizes make no model .*not divisible by heads=3"),
+        (changed("correction", "string", "more"), good, "sizes make no model .*Unknown correction 'more'"),
+        (changed("format", "uint32", 3), good, r"of another version \(3; this one reads 1\)"),
+    ):
+        write(case, tensors)
+        with pytest.raises(ContextReadyError, match=sentence):
+            GgmlEngine(bad)
+    write([("uint32", "block_count", 1)], good, "llama")
+    with pytest.raises(ContextReadyError, match=r"a model of another kind \(llama\)"):
+        read_gguf(bad)

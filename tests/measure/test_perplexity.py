@@ -1,0 +1,117 @@
+"""Scores against the oracle, in float64."""
+
+from math import exp, log
+
+import numpy as np
+import pytest
+import reference
+import torch
+from helpers import contractive_model, oracle, small_model
+
+from contextready.analysis import perplexity
+from contextready.data.batches import Sequences
+from contextready.data.shards import TokenArray
+from contextready.measure.perplexity import Score, parallel_scores, sequential_score
+
+T = 6
+
+
+def windows(count=5, vocab_size=23):
+    ids = np.random.default_rng(3).integers(vocab_size, size=count * T + 1).astype("<u2")
+    return Sequences(TokenArray([ids[:8], ids[8:]]), T)
+
+
+def literal_nll(logits_TV, targets):
+    """Mean over positions of -log softmax, written out."""
+    rows = [-(row[target] - np.log(np.exp(row).sum())) for row, target in zip(logits_TV, targets, strict=True)]
+    return float(np.mean(rows))
+
+
+def expected(model, function, *args):
+    translated, found = oracle(model), []
+    data = windows()
+    for i in range(data.count):
+        x, y = data.read(np.array([i]))
+        found.append(literal_nll(function(translated, x[0].tolist(), *args), y[0].tolist()))
+    return np.array(found)
+
+
+def test_parallel_scores_are_the_oracles():
+    model = small_model()
+    found = parallel_scores(model, windows(), [1, 3, 4])
+    assert sorted(found) == [1, 3, 4]
+    for k, score in found.items():
+        np.testing.assert_allclose(score.nll_W, expected(model, reference.parallel, k), rtol=1e-10)
+
+
+def test_the_sequential_score_is_the_oracles_stream_and_that_of_many_passes():
+    model = small_model()
+    found = sequential_score(model, windows())
+    np.testing.assert_allclose(found.nll_W, expected(model, reference.streaming), rtol=1e-10)
+    np.testing.assert_allclose(found.nll_W, parallel_scores(model, windows(), [T + 1])[T + 1].nll_W, rtol=1e-10)
+
+
+def test_a_transformer_has_one_score():
+    model = small_model(correction=None)
+    found = parallel_scores(model, windows(), [1])
+    np.testing.assert_allclose(found[1].nll_W, expected(model, reference.transformer), rtol=1e-10)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 100])
+def test_scores_do_not_depend_on_the_batch(monkeypatch, rows):
+    model = contractive_model()
+    whole = parallel_scores(model, windows(), [2])[2], sequential_score(model, windows())
+    monkeypatch.setattr(perplexity, "PARALLEL_TOKENS", rows * T)
+    monkeypatch.setattr(perplexity, "SEQUENTIAL_ROWS", rows)
+    monkeypatch.setattr(perplexity, "LOGITS_AT_ONCE", rows * T * 23)
+    parts = parallel_scores(model, windows(), [2])[2], sequential_score(model, windows())
+    for one, other in zip(whole, parts, strict=True):
+        np.testing.assert_allclose(one.nll_W, other.nll_W, rtol=1e-10)
+
+
+def test_only_the_first_windows_if_asked_and_progress_is_told():
+    model, told = small_model(), []
+    few = parallel_scores(model, windows(), [2], count=3, advance=told.append)[2]
+    assert sum(told) == 3 * T
+    np.testing.assert_allclose(few.nll_W, parallel_scores(model, windows(), [2])[2].nll_W[:3], rtol=1e-12)
+
+
+def test_a_score_in_figures():
+    nll = np.array([2.0, 2.5, 3.0, 2.1])
+    score = Score(nll)
+    assert score.loss == pytest.approx(2.4)
+    assert score.perplexity == pytest.approx(exp(2.4))
+    assert score.loss_error == pytest.approx(np.std(nll, ddof=1) / 2)
+    assert score.perplexity_error == pytest.approx(exp(2.4) * score.loss_error)
+    assert score.bits_per_byte(4.0) == pytest.approx((2.4 / log(2) / 4, score.loss_error / log(2) / 4))
+    assert np.isnan(Score(nll[:1]).loss_error)
+
+
+def test_the_error_of_a_difference_is_that_of_pairs():
+    """Two scores that vary together differ by a constant, so the difference is known exactly."""
+    nll = np.random.default_rng(0).normal(3.0, 0.5, 400)
+    gap, error = Score(nll + 1e-4).perplexity_above(Score(nll))
+    assert gap == pytest.approx(exp(nll.mean()) * 1e-4, rel=1e-3)
+    assert error < 1e-4 * Score(nll).perplexity_error * 2
+
+
+def test_the_error_covers_the_truth_as_often_as_it_should():
+    draws = np.random.default_rng(1).normal(2.0, 0.3, (2000, 50))
+    inside = [abs(Score(nll).loss - 2.0) < Score(nll).loss_error for nll in draws]
+    assert 0.63 < np.mean(inside) < 0.72
+
+
+def test_large_states_stream_in_fewer_rows(monkeypatch):
+    model, told = contractive_model(), []
+    whole = sequential_score(model, windows())
+    monkeypatch.setattr(perplexity, "SEQUENTIAL_BYTES", 1)
+    np.testing.assert_allclose(sequential_score(model, windows(), advance=told.append).nll_W, whole.nll_W, rtol=1e-10)
+    assert told == [T] * 5
+
+
+def test_evaluation_leaves_no_gradient_and_the_mode_alone():
+    model = small_model().train()
+    sequential_score(model, windows())
+    assert model.training
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.is_grad_enabled()

@@ -1,0 +1,284 @@
+"""`crt reproduce pointer`: its rows are the paper's and the miniature's; runs go on, fail and are reported for real."""
+
+import io
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from contextready.cli.main import main
+from contextready.cli.reproduce import Overview
+from contextready.errors import ContextReadyError
+from contextready.pointer.outcome import outcome, resolve_pointer
+from contextready.pointer.report import aligned, as_markdown
+from contextready.pointer.results import jobs_of, results_of, with_changes
+from contextready.pointer.score import score_levels, score_passes
+from contextready.pointer.trials import PARTS, PASSES, rows_of
+from contextready.runs.checkpoint import newest_checkpoint, open_checkpoint
+from contextready.train.jobs import LOG, Job, run_jobs
+
+TINY = ["width=16", "heads=2", "batch_size=4", "values=3", "eval_every=2", "eval_tokens=200"]
+
+
+def test_the_rows_of_the_miniature():
+    table = rows_of("cpu", ["table"])
+    assert [row.key for row in table[:2]] == ["masked-d1", "masked-n2"]
+    assert {(row.answers, row.name) for row in table} == {
+        (answers, name) for answers in ("masked", "visible") for name in ("D=1 BPTT", *(f"N={n}" for n in range(1, 7)))
+    }
+    for row in table:
+        run = resolve_pointer(row.words(3, Path("runs/x")))
+        assert (run.task.hops, run.task.keys, run.model.width, run.model.window) == (4, 3, 64, 26)
+        assert run.task.answers == row.answers
+        assert run.model.layers == row.layers
+        assert (run.model.correction is not None) == row.ready
+        assert (run.train.seed, run.train.out) == (3, f"runs/x/{row.key}-seed3")
+    # All else is the same for all.
+    runs = [resolve_pointer(row.words(0, Path("runs"))).train for row in table]
+    same = {"out": "", "gradient": "unroll", "passes": 1, "min_passes": None, "eval_every": 100}
+    assert len({replace(t, **same) for t in runs}) == 1
+    assert {(t.gradient, t.eval_every) for t in runs} == {("bptt", 50), ("unroll", 100)}
+    assert {t.precision for t in runs} == {"fp32"}
+
+
+def test_the_rows_of_the_other_parts():
+    assert [row.key for row in rows_of("cpu", ["headline"])] == ["masked-d1", "masked-n2"]
+    growth = [resolve_pointer(row.words(0, Path("x"))).task.hops for row in rows_of("cpu", ["growth"])]
+    assert growth == [4, 8, 12]
+    parallel = [resolve_pointer(row.words(0, Path("x"))).train for row in rows_of("cpu", ["parallel"])]
+    assert {t.batch_size for t in parallel} == {32}
+    assert [(t.gradient, t.passes, t.min_passes) for t in parallel] == [
+        ("bptt", None, None),
+        *(("unroll", k, None) for k in PASSES),
+        *(("unroll", k, 2) for k in PASSES[1:]),
+        ("implicit", 20, None),
+    ]
+    everything = rows_of("cpu", PARTS)
+    assert len({row.key for row in everything}) == len(everything) == 14 + 2 + 9
+
+
+def test_the_rows_at_the_papers_scale():
+    table = rows_of("paper", ["table"])
+    depths = {row.layers for row in table if not row.ready}
+    assert depths == {1, 3, 5, 10, 11, 12}
+    for row in rows_of("paper", PARTS):
+        run = resolve_pointer(row.words(0, Path("runs")))
+        assert run.model.window == 38
+        assert run.train.steps == 50_000
+        assert run.train.precision == "fp32"
+    # What is compared with parallel training is a run of the table, not the same run once more.
+    parallel = [row.key for row in rows_of("paper", ["parallel"])]
+    assert parallel[0] == "masked-d1"
+    assert "parallel-bptt" not in parallel
+    words = [" ".join(row.words(0, Path("x"))[:-1]) for row in rows_of("paper", PARTS)]
+    assert len(set(words)) == len(words)
+    with pytest.raises(ContextReadyError, match="There is no scale 'gpu'"):
+        rows_of("gpu", ["table"])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The headline made for real, in two processes, in miniature of the miniature."""
+    out = tmp_path_factory.mktemp("headline") / "runs"
+    words = [sys.executable, "-m", "contextready", "reproduce", "pointer", "--part", "headline", "--out", str(out)]
+    done = subprocess.run([*words, *TINY, "steps=4"], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return out, done.stdout
+
+
+def test_the_runs_are_made_and_reported(made):
+    out, said = made
+    assert "2 of 2 runs to make" in said
+    assert "masked D=1 BPTT, seed 0: 0 of 5 levels solved after all 4 steps" in said
+    report = (out / "report.md").read_text()
+    assert report.strip() in said
+    rows = re.findall(r"^\| (N=2|D=1 BPTT) +\| (\S+) of 5 +\| 4 +\|", report, flags=re.MULTILINE)
+    assert rows == [("N=2", "0"), ("D=1 BPTT", "0")]
+    assert "| 1.00 1.00 0.56 0.33 0.33 |" in report  # what two layers of window 26 allow with three values
+    record = json.loads((out / "report.json").read_text())
+    found = {row["name"]: row for row in record}
+    assert found["N=2"]["seeds"]["0"]["accuracy"] == outcome(out / "masked-n2-seed0").accuracy
+    assert found["D=1 BPTT"]["window_allows"] is None
+    for name in ("staircase", "wave"):
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in (out / f"{name}.svg").read_text()
+
+
+def test_what_is_done_is_not_done_again_and_more_steps_go_on(made, capsys):
+    out, _ = made
+    before = (out / "masked-n2-seed0" / "metrics.jsonl").read_text()
+    words = ["reproduce", "pointer", "--part", "headline", "--out", str(out), *TINY]
+    assert main([*words, "steps=4"]) == 0
+    assert "0 of 2 runs to make" in capsys.readouterr().out
+    assert (out / "masked-n2-seed0" / "metrics.jsonl").read_text() == before
+    rows = rows_of("cpu", ["headline"])
+    assert jobs_of(rows, [0], out, [*TINY, "steps=4"]) == []
+    assert len(jobs_of(rows, [0, 1], out, [*TINY, "steps=4"])) == 2
+    assert len(jobs_of(rows, [0], out, [*TINY, "steps=6"])) == 2
+    assert main([*words, "steps=6"]) == 0
+    assert outcome(out / "masked-n2-seed0").step == 6
+    said = capsys.readouterr().out
+    # The report of the folder alone is the same, whatever was asked for when the runs were made.
+    assert main(["reproduce", "pointer", "--out", str(out), "--report"]) == 0
+    assert capsys.readouterr().out.strip() in said
+
+
+def test_runs_of_other_settings_are_not_taken_for_these(made):
+    """Nor for other seeds of them: what shares a table has the same settings."""
+    out, _ = made
+    rows = rows_of("cpu", ["headline"])
+    for seed in (0, 1):
+        with pytest.raises(ContextReadyError, match=r"masked-d1-seed0 was trained with lr=0.001, and lr=0.5 is asked"):
+            jobs_of(rows, [seed], out, [*TINY, "steps=4", "lr=0.5"])
+    assert results_of(rows, out)[0].config.train.lr == 0.001
+
+
+def test_other_parts_stay_in_the_report(made, tmp_path, capsys):
+    out = tmp_path / "runs"
+    shutil.copytree(made[0], out)
+    shutil.copytree(out / "masked-d1-seed0", out / "growth-h-8-seed5")
+    shutil.rmtree(out / "masked-n2-seed0")
+    assert main(["reproduce", "pointer", "--out", str(out), "--report"]) == 0
+    report = capsys.readouterr().out
+    masked, growth = report.split("More hops:")
+    assert "N=2" not in masked
+    assert "| D=1 BPTT |" in masked
+    assert "| D=1 BPTT      |" in growth
+    assert "| D=1 BPTT, H=8 |" in growth
+    assert (out / "wave-growth.png").exists()
+
+
+def test_a_run_that_has_only_begun_stops_nothing(made, tmp_path):
+    """Its metrics are there, and empty, until its first validation ends."""
+    out = tmp_path / "runs"
+    shutil.copytree(made[0], out)
+    (out / "masked-d1-seed0" / "metrics.jsonl").write_text("")
+    rows = rows_of("cpu", ["headline"])
+    jobs = jobs_of(rows, [0], out, [*TINY, "steps=4"])
+    assert [job.out.name for job in jobs] == ["masked-d1-seed0"]
+    assert [result.row.key for result in results_of(rows, out)] == ["masked-n2"]
+    screen = io.StringIO()
+    with Overview(Console(file=screen, force_terminal=True, color_system=None, width=100), total=2) as overview:
+        running = [*jobs, jobs[0]._replace(name="the other", out=out / "masked-n2-seed0")]
+        overview.show(running, done=0)
+    shown = screen.getvalue()
+    assert "0 of 2 runs done" in shown
+    assert re.search(r"the other .*0\.\d\d.* step \d of 4", shown)
+    assert "masked D=1" not in shown
+
+
+def test_stopping_saves_and_the_same_command_goes_on(tmp_path):
+    out = tmp_path / "runs"
+    words = [sys.executable, "-m", "contextready", "reproduce", "pointer", "--part", "headline", "--out", str(out)]
+    words += [*TINY, "steps=100000", "save_every=100000"]
+    folders = [out / f"masked-{kind}-seed0" for kind in ("d1", "n2")]
+    reached = [0, 0]
+    for times in (1, 2):
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        limit = time.monotonic() + 200
+        while not all((found := outcome(f)) and found.step >= r + 4 for f, r in zip(folders, reached, strict=True)):
+            assert time.monotonic() < limit
+            assert process.poll() is None, process.stdout.read()
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=100)
+        assert process.returncode == 128 + signal.SIGINT, said
+        assert "the same command goes on from here" in said
+        assert re.search(r"N=2 +\| \d\* of 5", said)
+        for i, folder in enumerate(folders):
+            newest = open_checkpoint(folder).progress.step
+            assert newest >= reached[i] + 4
+            log = (folder / LOG).read_text()
+            assert log.count("SIGTERM at step") == times
+            assert ("going on from step" in log) == (times == 2)
+            reached[i] = newest
+
+
+def test_a_run_that_fails_is_told_of_in_one_sentence(made, tmp_path, capsys):
+    out = tmp_path / "runs"
+    shutil.copytree(made[0], out)
+    for folder in ("masked-d1-seed0", "masked-n2-seed0"):
+        weights = newest_checkpoint(out / folder) / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
+    assert main(["reproduce", "pointer", "--part", "headline", "--out", str(out), *TINY, "steps=100"]) == 2
+    said = capsys.readouterr().err
+    assert re.match(r"crt reproduce: masked \S+.* failed: crt pointer: .*model.safetensors.* damaged", said)
+    assert LOG in said
+
+
+def test_a_command_that_cannot_run_is_told_of_too(tmp_path):
+    seen = []
+    job = Job("bad", tmp_path / "bad", ("no-such-verb",), 1)
+    with pytest.raises(ContextReadyError, match="bad failed: crt: error: argument VERB: invalid choice"):
+        run_jobs([job], 2, lambda running, done: seen.append((len(running), done)), seen.append)
+    assert seen[0] == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seeds", "0,x"], "--seeds 0,x is not a list of numbers"),
+        (["--seeds", "1,1"], "give each seed once"),
+        (["--seeds", ""], "--seeds  is not a list of numbers"),
+        (["--jobs", "0"], "--jobs 0 is too few"),
+        (["out=here"], "out is what the rows differ in"),
+        (["layers=3"], "layers is what the rows differ in"),
+        (["--part", "growth", "hops=6"], "hops is what the rows differ in"),
+        (["--part", "parallel", "min_passes=2"], "min_passes is what the rows differ in"),
+        (["--report", "steps=3"], "leave steps=3 out"),
+        (["--report", "--part", "growth"], "leave --part out"),
+        (["hopps=3"], "did you mean 'hops'?"),
+        (["--report"], "There is no run of these"),
+    ],
+)
+def test_nonsense_is_refused_in_a_sentence(tmp_path, words, message, capsys):
+    assert main(["reproduce", "pointer", "--out", str(tmp_path / "runs"), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_changes_take_the_place_of_a_rows_own():
+    assert with_changes(("a=1", "b=2"), ["b=3", "c=4"]) == ("a=1", "b=3", "c=4")
+
+
+def test_tables_are_markdown_and_aligned():
+    assert aligned([["a", "bb"], ["ccc", "d"]]) == "| a   | bb |\n|-----|----|\n| ccc | d  |"
+
+
+def test_parallel_rows_are_also_scored_in_their_own_passes(tmp_path):
+    """And each seed in every number of passes; what is shown of one seed is all of the same one."""
+    rows = [row for row in rows_of("cpu", ["parallel"]) if row.key == "parallel-k2"]
+    # Two steps this large make a model that says something else in every number of passes.
+    changes = [*TINY, "steps=2", "lr=0.1", "warmup=1"]
+    assert results_of(rows, tmp_path) == []
+    jobs = jobs_of(rows, [0, 1, 2], tmp_path, changes)
+    for job in jobs:
+        assert main(list(job.words)) == 0
+    (result,) = results_of(rows, tmp_path)
+    # The second is in the middle, whatever they have learned.
+    results = [replace(result, outcomes={s: o._replace(levels_solved=3 - s) for s, o in result.outcomes.items()})]
+    lines = re.findall(r"^\| D=1, K=2 passes .*$", as_markdown(results, tmp_path), flags=re.MULTILINE)
+    first, second = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    streamed, in_passes, allowed = (cell.split() for cell in first[4:])
+    assert streamed == [f"{part:.2f}" for part in outcome(jobs[1].out).accuracy]
+    task, read = result.config.task, []
+    for seed, job in enumerate(jobs):
+        checkpoint = open_checkpoint(job.out)
+        batch = task.batch("test", seed, 2 * checkpoint.progress.step + 2, 500)
+        scores = score_passes(checkpoint.model(), task, batch, [2, 5, 10, 20])
+        read.append([*scores.values(), score_levels(checkpoint.model(), task, batch)])
+    assert in_passes == [f"{part:.2f}" for part in read[1][0].accuracy]
+    assert allowed == ["1.00", "1.00", "0.78", "0.33", "0.33"]
+    means = [[f"{sum(score.accuracy) / 5:.2f}" for score in scores] for scores in read]
+    assert all(len(set(of_seed)) > 3 for of_seed in means)
+    assert second[1:] == [", ".join(of_passes) for of_passes in zip(*means, strict=True)]
+    for job in jobs:
+        shutil.rmtree(job.out / "checkpoints")
+    assert "| 1.00 1.00 0.78 0.33 0.33 |" in as_markdown(results, tmp_path)

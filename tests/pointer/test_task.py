@@ -1,0 +1,205 @@
+"""Pointer chasing: the paper's example, a brute-force solver that reads the sequences, splits that never meet."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from contextready.errors import ContextReadyError
+from contextready.pointer.task import IGNORED, PointerTask
+
+TASKS = [
+    PointerTask(hops=2, keys=3, values=10, answers=answers, queries=queries)
+    for answers in ("masked", "visible")
+    for queries in ("level", "all")
+]
+MANY_LETTERS = PointerTask(hops=6, keys=3, values=3)
+"""Enough keys to come to the letter Q, which is the query."""
+
+
+def example(task):
+    """The paper's tables: A→v3, B→v0, C→v8; D→A, E→B, F→C; G→D, H→E, I→F; then G is asked."""
+    return task.written(np.array([[3, 0, 8]]), np.arange(3).reshape(1, 1, 3).repeat(2, axis=1), np.array([0]))
+
+
+def spelled(task, tokens):
+    return " ".join("_" if token == IGNORED else task.spelled(token) for token in tokens.tolist())
+
+
+def test_the_papers_example():
+    task = PointerTask(hops=2, keys=3, values=10, answers="visible")
+    batch = example(task)
+    assert spelled(task, batch.inputs_BT[0]) == (
+        "v3 = A v0 = B v8 = C | Q A v3 Q B v0 Q C v8 | "
+        "A = D B = E C = F | Q D v3 Q E v0 Q F v8 | "
+        "D = G E = H F = I | Q G"
+    )
+    asked = "_ v3 _ _ v0 _ _ v8 _ _"
+    nothing = " ".join("_" * 10)
+    assert spelled(task, batch.targets_BT[0]) == f"{nothing} {asked} {nothing} {asked} {nothing} _ v3"
+
+
+def test_masked_answers_are_a_placeholder_and_nothing_else_changes():
+    visible, masked = (example(PointerTask(2, 3, 10, answers=answers)) for answers in ("visible", "masked"))
+    differs_T = (visible.inputs_BT != masked.inputs_BT)[0]
+    # An answer stands right after its query's key; the final query has none.
+    expected_T = torch.zeros_like(differs_T)
+    expected_T[1:] = visible.targets_BT[0, :-1] != IGNORED
+    assert torch.equal(differs_T, expected_T)
+    assert (masked.inputs_BT[0][differs_T] == PointerTask(2, 3, 10).placeholder).all()
+    assert torch.equal(visible.targets_BT, masked.targets_BT)
+
+
+def solve(words):
+    """Answers of all queries from the spelled sequence alone: tables read in order, pointers followed one by one."""
+    table, found = {}, []
+    for i, word in enumerate(words):
+        if word == "=":
+            table[words[i + 1]] = words[i - 1]
+        if word == "Q":
+            pointed = words[i + 1]
+            hops = -1
+            while pointed in table:
+                pointed, hops = table[pointed], hops + 1
+            found.append((i + 1, pointed, hops))
+    return found
+
+
+@pytest.mark.parametrize("task", [*TASKS, MANY_LETTERS, PointerTask(), PointerTask(hops=20, keys=2, values=3)], ids=str)
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_targets_are_what_a_solver_reads(task, split):
+    batch = task.batch(split, seed=1, step=2, rows=5)
+    for inputs_T, targets_T in zip(batch.inputs_BT, batch.targets_BT, strict=True):
+        found = solve([task.spelled(token) for token in inputs_T.tolist()])
+        expected = torch.full_like(targets_T, IGNORED)
+        levels = torch.full_like(targets_T, -1)
+        for place, answer, hops in found:
+            expected[place] = int(answer.removeprefix("v"))
+            levels[place] = hops
+        assert torch.equal(targets_T, expected)
+        assert torch.equal(batch.levels_T, levels)
+    asked = batch.levels_T[batch.levels_T >= 0].bincount()
+    per_level = [task.keys * (task.hops - level if task.queries == "all" else 1) for level in range(task.hops)]
+    more = [1] * task.hops if task.queries == "all" else [0] * task.hops
+    assert asked.tolist() == [*(n + task.keys * m for n, m in zip(per_level, more, strict=True)), 1]
+
+
+def test_the_window_of_the_paper():
+    assert PointerTask(keys=5).window == 38
+    assert PointerTask(keys=3).window == 26
+
+
+def test_a_query_sees_its_own_level_and_not_the_base_table():
+    task = PointerTask(hops=3, keys=3)
+    batch = task.batch("train", 0, 0, 1)
+    base_ends = 3 * task.keys
+    for place in (batch.levels_T >= 2).nonzero()[:, 0].tolist():
+        first_seen = place - task.window + 1
+        assert first_seen > base_ends
+        level = int(batch.levels_T[place])
+        table = [i for i in range(place) if batch.inputs_BT[0, i] in [task.key(level, n) for n in range(task.keys)]]
+        assert min(table) - 2 >= first_seen
+
+
+def test_sequences_are_a_function_of_seed_split_and_step():
+    task = PointerTask()
+    first = task.batch("train", 3, 7, 6)
+    assert all(torch.equal(a, b) for a, b in zip(first, task.batch("train", 3, 7, 6), strict=True))
+    for other in (("train", 3, 8, 6), ("train", 4, 7, 6), ("test", 3, 7, 6)):
+        assert not torch.equal(first.inputs_BT, task.batch(*other).inputs_BT)
+
+
+def test_no_sequence_is_in_both_splits():
+    """In a task so small that chance alone would repeat them: every table there is turns up on one side."""
+    task = PointerTask(hops=2, keys=2, values=3)
+    end = -2  # without the final query, which is drawn apart
+    sides = {
+        split: {tuple(row) for step in range(20) for row in task.batch(split, 0, step, 100).inputs_BT[:, :end].tolist()}
+        for split in ("train", "test")
+    }
+    assert not sides["train"] & sides["test"]
+    assert len(sides["train"]) + len(sides["test"]) == 3**2 * 2**2
+    assert len(sides["test"]) > 0
+
+
+def test_everything_is_drawn_alike():
+    """Values, permutations and final keys are uniform within sampling error, in both splits."""
+    task = PointerTask(hops=4, keys=3, values=4)
+    for split in ("train", "test"):
+        batch = task.batch(split, 0, 0, 20_000)
+        words = batch.inputs_BT
+        for place in (0, 3, 6):
+            share = words[:, place].bincount(minlength=4)[:4] / len(words)
+            assert (share - 1 / 4).abs().max() < 0.03
+        pointers = words[:, [20, 23, 26]] - task.key(0, 0)
+        for order in itertools.permutations(range(3)):
+            share = (pointers == torch.tensor(order)).all(dim=1).double().mean()
+            assert abs(float(share) - 1 / 6) < 0.03
+        last = (words[:, -1] - task.key(task.hops, 0)).bincount(minlength=3) / len(words)
+        assert (last - 1 / 3).abs().max() < 0.03
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"hops": 0}, "hops=0 is too small"),
+        ({"keys": 0}, "keys=0 is too small"),
+        ({"answers": "hidden"}, "answers=hidden is unknown; choose one of: masked, visible"),
+        ({"queries": "levels"}, "queries=levels is unknown; did you mean 'level'"),
+        ({"keys": 1, "values": 1}, "nothing to ask"),
+    ],
+)
+def test_nonsense_is_refused(changes, sentence):
+    with pytest.raises(ContextReadyError, match=sentence):
+        PointerTask(**changes)
+
+
+def test_an_unknown_split_is_refused():
+    with pytest.raises(ContextReadyError, match="no split 'val'"):
+        PointerTask().batch("val", 0, 0, 1)
+
+
+@pytest.mark.parametrize("task", [*TASKS, PointerTask(), PointerTask(hops=1, keys=1), PointerTask(20, 5, 10)])
+def test_the_length_is_that_of_the_sequences(task):
+    batch = task.batch("train", 0, 0, 2)
+    assert batch.inputs_BT.shape == batch.targets_BT.shape == (2, task.length)
+    assert int(batch.inputs_BT.max()) < task.vocab_size
+
+
+def test_the_papers_sizes():
+    assert (PointerTask().length, PointerTask().window, PointerTask().vocab_size) == (338, 38, 69)
+
+
+def test_an_example_is_shown_as_the_paper_prints_it():
+    task = PointerTask(hops=2, keys=3, values=10, answers="visible")
+    assert task.shown(example(task)) == "\n".join(
+        [
+            "Level 0 (base table and queries)",
+            "  Input:  v3  =  A v0  =  B v8  =  C  |",
+            "  Target:  _  _  _  _  _  _  _  _  _  _",
+            "  Input:   Q  A v3  Q  B v0  Q  C v8  |",
+            "  Target:  _ v3  _  _ v0  _  _ v8  _  _",
+            "Level 1 (index table and queries)",
+            "  Input:   A  =  D  B  =  E  C  =  F  |",
+            "  Target:  _  _  _  _  _  _  _  _  _  _",
+            "  Input:   Q  D v3  Q  E v0  Q  F v8  |",
+            "  Target:  _ v3  _  _ v0  _  _ v8  _  _",
+            "Level 2 (index table and queries)",
+            "  Input:   D  =  G  E  =  H  F  =  I  |",
+            "  Target:  _  _  _  _  _  _  _  _  _  _",
+            "  Input:   Q  G",
+            "  Target:  _ v3",
+        ]
+    )
+
+
+def test_what_is_shown_is_the_whole_sequence_in_every_reading():
+    for task, seed in [*((task, 3) for task in TASKS), *((MANY_LETTERS, seed) for seed in range(8))]:
+        assert len({task.spelled(token) for token in range(task.vocab_size)}) == task.vocab_size
+        batch = task.batch("test", seed, 0, 2)
+        lines = task.shown(batch, row=1).splitlines()
+        assert sum(line.startswith("Level") for line in lines) == task.levels
+        for name, tokens in (("Input:", batch.inputs_BT[1]), ("Target:", batch.targets_BT[1])):
+            shown = [word for line in lines if line.strip().startswith(name) for word in line.split()[1:]]
+            assert " ".join(shown) == spelled(task, tokens)

@@ -1,0 +1,286 @@
+"""Recipes and settings: every one loads and builds, every key can be changed, and nonsense is refused in a sentence."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from train_helpers import TINY, recipe_file, words
+
+from contextready.cli.main import main
+from contextready.errors import ContextReadyError
+from contextready.model.context_ready import build_model
+from contextready.model.cost import account
+from contextready.runs.config import (
+    MODEL_KEYS,
+    PRETRAINED_KEYS,
+    TRAIN_KEYS,
+    PretrainedModelConfig,
+    TrainConfig,
+    build_run,
+)
+from contextready.runs.paper_models import PAPER_MODELS
+from contextready.runs.recipes import load_recipe, paper_experiments, recipe_names, resolve
+
+SMALL = ("convert", "demo-d1", "demo-n1-ffn", "mini-d1", "mini-finetune", "mini-n1", "mini-n1-ffn", "pointer-mini")
+
+
+def test_the_recipes_are_the_small_ones_and_the_papers():
+    names = recipe_names()
+    assert set(names[: len(SMALL)]) == set(SMALL)
+    assert len(names) == len(set(names)) > 60
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if name != "convert"])
+def test_every_recipe_resolves_and_builds(data, name):
+    learns_text = load_recipe(name).get("task") is None
+    run = resolve(name, [f"data={data}", "init_from=none"] if learns_text else [])
+    with torch.device("meta"):
+        model = build_model(run.model)
+    assert sum(p.numel() for p in model.parameters()) == account(run.model).parameters
+    assert run.train.out == f"runs/{name}"
+    if run.model.correction is None:
+        assert (run.train.passes, run.train.min_passes) == (1, None)
+    elif run.train.gradient == "bptt":
+        assert run.train.passes is None
+    else:
+        assert run.train.passes > 1
+
+
+def test_the_recipe_for_pretrained_models(data):
+    run = resolve("convert", ["pretrained=some/model", f"data={data}"])
+    assert run.model == PretrainedModelConfig("some/model")
+    assert (run.train.passes, run.train.min_passes, run.train.out) == (5, 2, "runs/convert")
+    words = {"correction": "concat", "correction_init": "random", "tune": "lora", "lora_rank": "3"}
+    assert {"pretrained", *words} == set(PRETRAINED_KEYS)
+    changed = resolve("convert", ["pretrained=some/model", *(f"{key}={value}" for key, value in words.items())])
+    assert changed.model == PretrainedModelConfig("some/model", "concat", "random", "lora", 3)
+
+
+@pytest.mark.parametrize("recipe", ["convert", "mini-d1"])
+def test_without_a_correction_the_recipes_K_is_one(data, recipe):
+    more = ["pretrained=some/model"] if recipe == "convert" else []
+    run = resolve(recipe, ["correction=none", f"data={data}", *more])
+    assert (run.model.correction, run.train.passes, run.train.min_passes) == (None, 1, None)
+    with pytest.raises(ContextReadyError, match="passes=3 needs a correction"):
+        resolve(recipe, ["correction=none", "passes=3", f"data={data}", *more])
+
+
+def test_every_model_of_the_paper_is_in_an_experiment():
+    listed = {model for settings in paper_experiments().values() for model in settings["models"]}
+    assert listed == set(PAPER_MODELS)
+
+
+def test_a_models_name_alone_means_the_first_experiment(data):
+    for name, paper in PAPER_MODELS.items():
+        run = resolve(name, [] if name.startswith("pointer-") else [f"data={data}", "init_from=none"])
+        expected = dataclasses.replace(paper.config, correction_init=run.model.correction_init)
+        assert run.model == expected
+    assert load_recipe("owt-d1-c2048") == load_recipe("k10-fixed/owt-d1-c2048")
+    assert load_recipe("owt-d5-c1120")["out"] == "runs/main-85m/owt-d5-c1120"
+
+
+def test_the_papers_experiments_have_their_figures():
+    assert load_recipe("k10-random/owt-d1-c2048")["min_passes"] == 2
+    fixed = resolve("k10-fixed/owt-d1-c2048", [])
+    assert (fixed.train.passes, fixed.train.min_passes, fixed.train.block_size) == (10, None, 1024)
+    matched = resolve("token-matched/owt-d1-c1024", []).train
+    assert round(matched.steps * matched.tokens_per_step, -6) == 1_126_000_000
+    tuned = resolve("finetune/owt-d12-c1408", [])
+    assert tuned.train.init_from == "runs/pretrain/owt-n12-c1408"
+    assert tuned.model.correction_init == "zero"
+    for name in ("finetune/owt-d12-c1408", "finetune/owt-d12-c1024", "finetune/owt-d24-c1024"):
+        origin = load_recipe(load_recipe(name)["init_from"].removeprefix("runs/"))
+        shape = {key: origin[key] for key in ("width", "layers", "heads", "vocab_size")}
+        assert shape == {key: load_recipe(name)[key] for key in shape}
+
+
+@pytest.mark.parametrize(("small", "large"), [("demo-d1", "demo-n1-ffn"), ("mini-d1", "mini-n1-ffn")])
+def test_the_small_pairs_cost_and_train_the_same(data, small, large):
+    ours, theirs = (resolve(name, [f"data={data}", "vocab_size=4096"]) for name in (small, large))
+    assert account(ours.model).macs == account(theirs.model).macs
+    for key in ("block_size", "batch_size", "steps", "lr", "warmup", "eval_every", "eval_tokens", "seed"):
+        assert getattr(ours.train, key) == getattr(theirs.train, key)
+
+
+OTHER = {
+    "gradient": "truncated",
+    "parallel": "fsdp",
+    "truncated_passes": 2,
+    **{"data": "elsewhere", "out": "there", "init_from": "none", "block_size": "8", "batch_size": "3"},
+    **{"accumulate": "2", "steps": "1_000", "passes": "7", "min_passes": "4", "lr": "3e-4", "schedule": "cosine"},
+    **{"min_lr": "0.2", "warmup": "9", "weight_decay": "0.01", "beta1": "0.8", "beta2": "0.99", "clip": "2.5"},
+    **{"precision": "bf16", "compile": "true", "checkpoint_passes": "yes", "seed": "5", "eval_every": "11"},
+    **{"eval_tokens": "none", "save_every": "12", "keep": "4", "log_every": "3", "tensorboard": "1"},
+    **{"wandb": "mine", "device": "cpu", "verify_data": "false", "vocab_size": "500", "width": "24", "layers": "2"},
+    **{"heads": "3", "window": "6", "extra_ffn": "true", "dropout": "0.5", "bias": "true", "rope_base": "500"},
+    **{"correction": "concat", "correction_init": "zero"},
+}
+
+
+def test_every_setting_can_be_changed():
+    assert set(OTHER) | {"adjoint_steps", "adjoint_tolerance"} == {*MODEL_KEYS, *TRAIN_KEYS}
+    run = resolve("mini-d1", [f"{key}={value}" for key, value in OTHER.items()])
+    found = run.as_dict()["model"] | run.as_dict()["train"]
+    default = resolve("mini-d1", ["vocab_size=300"])
+    unchanged = default.as_dict()["model"] | default.as_dict()["train"]
+    same = {key for key in found if found[key] == unchanged[key]}
+    assert same == {"init_from", "adjoint_steps", "adjoint_tolerance"}
+    words = ["gradient=implicit", "adjoint_steps=2", "adjoint_tolerance=0.5"]
+    other = resolve("mini-d1", ["vocab_size=300", *words]).train
+    assert (other.gradient, other.adjoint_steps, other.adjoint_tolerance) == ("implicit", 2, 0.5)
+    assert (found["steps"], found["lr"], found["window"], found["eval_tokens"]) == (1000, 3e-4, 6, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mini-d2"], "There is no recipe 'mini-d2'; did you mean 'mini-d1'?"),
+        (["owt-d5-c1121"], "owt-d5-c1120"),
+        (["nowhere.yaml"], "There is no recipe file nowhere.yaml"),
+        (["mini-d1", "widht=5"], "Unknown setting 'widht'; did you mean 'width'?"),
+        (["mini-d1", "stepz=5"], "Unknown setting 'stepz'; did you mean 'steps'?"),
+        (["mini-d1", "steps"], "'steps' is not a setting; write it as key=value"),
+        (["mini-d1", "steps=5", "steps=6"], "'steps' is set twice"),
+        (["mini-d1", "steps=many"], "steps=many is not a whole number"),
+        (["mini-d1", "steps=1.5"], "steps=1.5 is not a whole number"),
+        (["mini-d1", "lr=fast"], "lr=fast is not a number"),
+        (["mini-d1", "compile=maybe"], "compile=maybe is not true or false"),
+        (["mini-d1", "steps=0"], "steps=0 is too small"),
+        (["mini-d1", "lr=nan"], "lr=nan is out of range"),
+        (["mini-d1", "lr=0"], "lr=0.0 is out of range"),
+        (["mini-d1", "beta2=1"], "beta2=1.0 is out of range"),
+        (["mini-d1", "weight_decay=inf"], "weight_decay=inf is out of range"),
+        (["mini-d1", "seed=-1"], "seed=-1 is out of range"),
+        (["mini-d1", "schedule=cosin"], "did you mean 'cosine'?"),
+        (["mini-d1", "precision=fp16"], "precision=fp16 is unknown"),
+        (["mini-d1", "min_passes=6"], "min_passes=6 is above passes=5"),
+        (["mini-n1", "passes=5"], "passes=5 needs a correction"),
+        (["mini-d1", "device=tpu"], "device=tpu is not to be had here"),
+        (["mini-d1", "vocab_size=10"], "more than vocab_size=10"),
+        (["mini-d1", "block_size=1000000"], "block_size=1000000 is longer than"),
+        ([], "Name a recipe, for example mini-d1"),
+    ],
+)
+def test_nonsense_is_one_sentence_and_code_2(data, tmp_path, capsys, arguments, message):
+    rest = [f"data={data}", f"out={tmp_path / 'run'}"] if arguments else []
+    settings = arguments[1:] if "vocab_size=10" in arguments else [*arguments[1:], "vocab_size=300"]
+    assert main(["train", *arguments[:1], *(settings if arguments else []), *rest]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    "setting", ["min_lr=1.5", "seed=18446744073709551616", "lr=inf", "weight_decay=inf", "beta1=1.0", "clip=0"]
+)
+def test_numbers_out_of_range_are_refused_too(data, tmp_path, capsys, setting):
+    settings = words(data, tmp_path / "run", steps=1, schedule="cosine")
+    settings = [word for word in settings if word.partition("=")[0] != setting.partition("=")[0]]
+    assert main(["train", recipe_file(tmp_path), *settings, setting]) == 2
+    assert f"{setting.partition('=')[0]}=" in capsys.readouterr().err
+
+
+def write(folder, text):
+    path = folder / "mine.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_recipe_of_the_users(data, tmp_path):
+    lines = [f"{key}: {value}" for key, value in TINY.items() if key != "vocab_size"]
+    recipe = write(tmp_path, "\n".join([f"data: {data}", "lr: 2e-4", *(x for x in lines if not x.startswith("lr"))]))
+    run = resolve(recipe, ["steps=7"])
+    assert (run.train.lr, run.train.steps, run.train.out) == (2e-4, 7, "runs/mine")
+    assert run.model.vocab_size == json.loads((data / "manifest.json").read_text())["vocab_size"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("steps: [1, 2]", r"steps=\[1, 2\] is not a whole number"),
+        ("steps: true", "steps=True is not a whole number"),
+        ("steps: 1.5", "steps=1.5 is not a whole number"),
+        ("lr: {a: 1}", "is not a number"),
+        ("stepz: 3", "did you mean 'steps'"),
+        ("a: b: c", "is not YAML"),
+        ("- 1", "holds no settings"),
+        ("", "holds no settings"),
+    ],
+)
+def test_a_wrong_recipe_of_the_users_is_refused(data, tmp_path, text, message):
+    with pytest.raises(ContextReadyError, match=message):
+        resolve(write(tmp_path, text), [f"data={data}", "width=16", "layers=1", "heads=2"])
+
+
+@pytest.mark.parametrize("text", ["7: 3", "data: 2024", "init_from: 7\ncorrection: add"])
+def test_wrong_types_in_a_recipe_of_the_users_are_refused(tmp_path, text):
+    with pytest.raises(ContextReadyError):
+        resolve(write(tmp_path, text), ["width=16", "layers=1", "heads=2"])
+
+
+def test_none_is_none_in_capitals_too(data):
+    assert resolve("mini-finetune", [f"data={data}", "init_from=None"]).train.init_from is None
+
+
+def test_an_experiments_path_is_no_recipe():
+    with pytest.raises(ContextReadyError, match="There is no recipe 'paper/main-85m'"):
+        resolve("paper/main-85m", ["vocab_size=300"])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("owt-d5-c1120", (64, 256, 100_000, 5, 2)),
+        ("owt-d6-c2048", (32, 256, 200_000, 5, 2)),
+        ("owt-d12-c1024", (32, 256, 200_000, 5, 2)),
+        ("owt-d1-c2048", (16, 1024, 110_000, 10, None)),
+        ("k10-random/owt-d1-c2048", (16, 1024, 135_000, 10, 2)),
+        ("finetune/owt-d24-c1024", (32, 256, 18_000, 5, 2)),
+        ("finetune/owt-d12-c1408", (32, 256, 200_000, 5, 2)),
+        ("token-matched/owt-d2-c1024", (1024, 64, 17_181, 5, 2)),
+        ("width/owt-d2-c256", (1024, 64, 5640, 5, 2)),
+        ("wiki-d3-c446", (64, 256, 100_000, 5, 2)),
+        ("wiki-d1-c50", (64, 256, 100_000, 10, 2)),
+    ],
+)
+def test_recipes_have_the_papers_hyperparameters(name, expected):
+    t = build_run(load_recipe(name)).train
+    assert (t.sequences_per_step, t.block_size, t.steps, t.passes, t.min_passes) == expected
+    assert (t.lr, t.clip, t.schedule) == (2e-4, 1.0, "constant")
+
+
+def test_list_names_every_recipe(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main(["train", "--list"]) == 0
+    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()}
+    assert set(recipe_names()) < set(rows)
+    assert rows["mini-d1"] == ["mini-d1", "D=1", "C=128", "add", "16×128", "2,000", "2–5"]
+    assert rows["k10-fixed/owt-d1-c2048"][-1] == "10"
+    assert rows["mini-n1-ffn"][1:5] == ["N=1", "C=128", "+", "FFN"]
+
+
+def test_a_dry_run_prints_the_plan_and_makes_nothing(data, tmp_path, capsys):
+    assert main(["train", recipe_file(tmp_path), *words(data, tmp_path / "run", min_passes=1), "--dry-run"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert not (tmp_path / "run").exists()
+    cost = account(resolve(recipe_file(tmp_path), words(data, tmp_path / "run")).model)
+    assert plan["train"]["steps"] == 12
+    assert plan["cost"]["parameters"] == cost.parameters
+    assert plan["cost"]["tokens"] == 12 * 4 * 16
+    # K is uniform over 1, 2, 3, and a backward costs two forwards.
+    each = [3 * 4 * cost.macs_sequence(16, k) for k in (1, 2, 3)]
+    assert plan["cost"]["macs_per_step"] == sum(each) // 3
+
+
+def test_options_may_stand_between_the_recipe_and_its_settings(data, capsys):
+    assert main(["train", "mini-d1", "--dry-run", f"data={data}"]) == 0
+
+
+def test_help_explains_every_setting_of_the_training(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    out = capsys.readouterr().out
+    for field in dataclasses.fields(TrainConfig):
+        assert f"\n  {field.name} " in out
