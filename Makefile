@@ -19,10 +19,11 @@ test: $(VENV)/.dev  ## fast tests
 slow: $(VENV)/.dev  ## tests that take minutes
 	$(BIN)/pytest -m slow
 
-lint: $(VENV)/.dev  ## ruff (lint and format) and mypy
+lint: $(VENV)/.dev  ## ruff (lint and format), mypy, and which room may import which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 format: $(VENV)/.dev  ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .

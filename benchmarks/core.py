@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from timing import interleaved_medians
 
-from contextready import ContextReady, ModelConfig, Transformer, account, build_model
+from contextready import ContextReady, ModelConfig, account, build_model
 
 VOCABULARY = 1024
 TOKENS = 256
@@ -30,13 +30,11 @@ def unroll_cost(layers: int, width: int, batch: int, rounds: int) -> dict[str, f
     shape = {"vocab_size": VOCABULARY, "width": width, "layers": layers, "heads": width // 64}
     plain_config, ready_config = ModelConfig(**shape), ModelConfig(**shape, correction="add")
     plain, ready = build_model(plain_config), build_model(ready_config)
-    assert isinstance(plain, Transformer)
-    assert isinstance(ready, ContextReady)
     tokens_BT = torch.randint(VOCABULARY, (batch, TOKENS))
     targets = torch.randint(VOCABULARY, (batch * TOKENS,))
 
-    def train(model: Transformer | ContextReady) -> None:
-        logits_BTV = model(tokens_BT, PASSES) if isinstance(model, ContextReady) else model(tokens_BT)
+    def train(model: ContextReady) -> None:
+        logits_BTV = model(tokens_BT, PASSES if model.is_recurrent else 1)
         F.cross_entropy(logits_BTV.flatten(0, 1), targets).backward()
         model.zero_grad(set_to_none=True)
 
@@ -61,7 +59,6 @@ def step_overhead(layers: int, width: int, steps: int) -> dict[str, float]:
     """Time per token of the eager streaming step over the time of its matrix products alone."""
     config = ModelConfig(VOCABULARY, width, layers, heads=width // 64, correction="add")
     model = build_model(config)
-    assert isinstance(model, ContextReady)
     token_11 = torch.zeros(1, 1, dtype=torch.long)
     _, warm = model.stream(torch.zeros(1, 64, dtype=torch.long), model.init_state(1))
     products = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]

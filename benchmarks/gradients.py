@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from timing import interleaved_medians, median_ratio
 
 from contextready import ContextReady, ModelConfig, build_model
-from contextready.solve.bptt import Stream
 from contextready.runs.config import RunConfig, build_run
+from contextready.solve.bptt import DifferentiableStream
 from contextready.train.objective import Objective
 from contextready.train.plan import make_plan
 from contextready.train.trainer import make_optimizer
@@ -52,9 +52,7 @@ def run_of(mode: str, passes: int, **shape: int) -> RunConfig:
 def step_of(config: RunConfig, model: ContextReady) -> partial[object]:
     """A forward and backward of one batch."""
     t = config.train
-    objective = Objective(
-        model, False, t.checkpoint_passes, t.gradient, t.truncated_passes, t.adjoint_steps, t.adjoint_tolerance
-    )
+    objective = Objective.for_run(model, t)
     tokens_BT = torch.randint(config.model.vocab_size, (t.batch_size, t.block_size))
     return partial(objective.backward, tokens_BT, tokens_BT, t.passes)
 
@@ -62,9 +60,7 @@ def step_of(config: RunConfig, model: ContextReady) -> partial[object]:
 def make(config: ModelConfig) -> ContextReady:
     """A model with random weights."""
     torch.manual_seed(0)
-    model = build_model(config)
-    assert isinstance(model, ContextReady)
-    return model
+    return build_model(config)
 
 
 def predicted(mode: str, passes: int) -> int:
@@ -128,7 +124,7 @@ def measure_memory(mode: str, passes: int, shape: dict[str, int]) -> tuple[int, 
 def stream_speed(width: int, batch: int, tokens: int, rounds: int) -> dict[str, float]:
     """The exact gradient against an autograd loop that joins its caches at every token."""
     model = make(ModelConfig(64, width, 1, heads=4, correction="add"))
-    stream, tokens_BT = Stream(model), torch.randint(64, (batch, tokens))
+    stream, tokens_BT = DifferentiableStream(model), torch.randint(64, (batch, tokens))
 
     def step(exact: bool) -> None:
         model.zero_grad()

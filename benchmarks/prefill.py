@@ -18,11 +18,11 @@ from timing import interleaved_medians
 
 from contextready.data.shards import Data
 from contextready.model.context_ready import ContextReady
+from contextready.runs.checkpoint import open_checkpoint
 from contextready.solve.hardware import free_tokens
 from contextready.solve.prefill import SOLVERS, TOLERANCE, prefill, segment_length
 from contextready.solve.sweep import Chunk
 from contextready.solve.unroll import unroll
-from contextready.runs.checkpoint import open_checkpoint
 
 Point = dict[str, float]
 
@@ -46,7 +46,6 @@ def main() -> None:
 
     checkpoint = open_checkpoint(options.run)
     model = checkpoint.model().eval()
-    assert isinstance(model, ContextReady)
     row = Data(options.data or Path(checkpoint.config["train"]["data"]), verify=[]).tokens("val")
     tokens_1T = torch.from_numpy(row.read(0, options.tokens).astype(np.int64))[None]
     rows, segment = free_tokens(model), segment_length(options.tokens, free_tokens(model))
@@ -82,14 +81,13 @@ def cost_against_error(
     T, start = tokens_1T.shape[1], model.init_state(1)
     exact_1TC = _streamed(model.double(), tokens_1T)
     model.float()
-    e_1TC = model.backbone.embed(tokens_1T)
     info = prefill(model, tokens_1T, solver="sequential").info
     plain, corrected = info.plain_macs, info.macs
     assert plain is not None
     assert corrected is not None
 
     def sweeps(count: int, segment: int) -> torch.Tensor:
-        chunk = Chunk(model, e_1TC, start)
+        chunk = _chunk(model, tokens_1T)
         chunk.plain_pass()
         for swept in range(count):
             chunk.sweep(swept, segment)
@@ -175,9 +173,16 @@ def draw(curves: dict[str, list[Point]], longer: list[dict[str, float | str]], o
 
 
 def _streamed(model: ContextReady, tokens_1T: torch.Tensor) -> torch.Tensor:
-    chunk = Chunk(model, model.backbone.embed(tokens_1T), model.init_state(1))
+    chunk = _chunk(model, tokens_1T)
     chunk.read_from(0)
     return chunk.z_BTC
+
+
+def _chunk(model: ContextReady, tokens_1T: torch.Tensor) -> Chunk:
+    """The tokens of a prompt, not solved yet, in a buffer of their own."""
+    e_1TC = model.backbone.embed(tokens_1T)
+    buffer = model.backbone.init_buffer(1, tokens_1T.shape[1])  # type: ignore[attr-defined]
+    return Chunk(model, e_1TC, buffer, 0, torch.zeros_like(e_1TC[:, :1]))
 
 
 def _greedy(model: ContextReady, read: object, new: int) -> torch.Tensor:

@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as F
 from timing import interleaved_medians, median_ratio
 
-from contextready import ContextReady, account, build_model
-from contextready.measure.perplexity import parallel_scores, sequential_score
+from contextready import account, build_model
 from contextready.data.batches import Sequences
 from contextready.data.prepare import Preparation, prepare
 from contextready.data.shards import Data
 from contextready.device import multiplies_bf16
+from contextready.measure.perplexity import parallel_scores, sequential_score
 from contextready.runs.config import RunConfig, build_run
 from contextready.train.trainer import Trainer
 
@@ -117,7 +117,6 @@ def bf16_cost(data: Path, folder: Path, width: int, layers: int, rounds: int) ->
 def sequential_cost(data: Path, config: RunConfig, tokens: int) -> dict[str, float]:
     """Streaming evaluation of a whole validation set, in parallel passes over the same set."""
     model = build_model(config.model).eval()
-    assert isinstance(model, ContextReady)
     windows = Sequences(Data(data, verify=()).tokens("val"), TOKENS)
     count = tokens // TOKENS
     sequential_score(model, windows, min(count, 512))

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,9 +25,9 @@ from train_helpers import recipe_file, tiny, words
 from contextready.cli.main import main
 from contextready.errors import ContextReadyError
 from contextready.runs.checkpoint import open_checkpoint, unshard
-from contextready.train import checkpoint as checkpoints
 from contextready.train import trainer as trainers
 from contextready.train.objective import Loss, Objective
+from contextready.train.saving import save_checkpoint
 from contextready.train.team import joined, local_part
 from contextready.train.trainer import Interrupts, Trainer
 
@@ -65,8 +66,8 @@ def do_copy(team, source, to):
 def do_save_again(team, settings, to):
     """Open the newest checkpoint of a run and save it into another folder without a step."""
     at = Trainer(tiny(**settings), None, team)
-    config = at.config.as_dict()
-    checkpoints.save_checkpoint(Path(to), config, at.progress, at.model, at.optimizer, team, at.source.folder, 9)
+    config = replace(at.config, train=replace(at.config.train, out=to))
+    save_checkpoint(config, at.progress, at.model, at.optimizer, team, at.source.folder)
 
 
 def do_save_again_alone(team, **task):

@@ -62,4 +62,5 @@ def changed(before, after):
 
 def drawn(steps, min_passes=2, passes=5, seed=42):
     """The documented sequence: uniform, from the seed, the step and the letter K."""
-    return [int(np.random.default_rng((seed, step, ord("K"))).integers(min_passes, passes, endpoint=True)) for step in steps]
+    draws = (np.random.default_rng((seed, step, ord("K"))) for step in steps)
+    return [int(draw.integers(min_passes, passes, endpoint=True)) for draw in draws]

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contextready import unroll
-from contextready.infer.generate import stream
+from contextready.infer.generate import GenerationSettings, generate_pieces
 from contextready.infer.ggml.engine import GgmlEngine
 from contextready.infer.ggml.file import write_gguf
-from contextready.infer.sampling import Sampling
 from contextready.infer.torch_engine import torch_engine
 
 pytestmark = pytest.mark.slow
@@ -46,7 +45,7 @@ def test_a_windowed_model_generates_100000_tokens_in_constant_memory(kind, tmp_p
         engine = GgmlEngine(tmp_path / "model.gguf", threads=1)
     else:
         engine = torch_engine(model, capacity=64)
-    pieces = stream(engine, [[1, 2, 3]], Sampling(), max_tokens=100_000)
+    pieces = generate_pieces(engine, [[1, 2, 3]], GenerationSettings(max_tokens=100_000))
     for _ in islice(pieces, 2_000):
         pass
     early = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

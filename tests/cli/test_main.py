@@ -61,12 +61,13 @@ def test_info_prints_every_figure_of_the_paper(crt):
 def test_info_says_where_a_figure_differs_from_the_paper(monkeypatch):
     from dataclasses import replace
 
-    from contextready import info
+    from contextready.cli import info
+    from contextready.runs import catalog
 
-    model = info.PAPER_MODELS["owt-d5-c1120"]
-    monkeypatch.setitem(info.PAPER_MODELS, "owt-d5-c1120", replace(model, flops="122M"))
-    entry = info.entries(["owt-d5-c1120"])[0]
-    assert info._beside(info.millions(entry.paper_macs), entry.paper.flops) == "121M (paper: 122M)"
+    model = catalog.PAPER_MODELS["owt-d5-c1120"]
+    monkeypatch.setitem(catalog.PAPER_MODELS, "owt-d5-c1120", replace(model, flops="122M"))
+    entry = catalog.entries(["owt-d5-c1120"])[0]
+    assert info._beside(catalog.millions(entry.paper_macs), entry.paper.flops) == "121M (paper: 122M)"
 
 
 def test_info_of_any_configuration(crt):
@@ -108,7 +109,7 @@ def test_info_of_several_models_at_one_context_and_dtype(crt):
 
 
 def test_a_reader_that_leaves_is_no_traceback():
-    command = [sys.executable, "-m", "contextready.cli.main", "info", "--json"]
+    command = [sys.executable, "-m", "contextready", "info", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
         assert process.stderr.read() == ""
@@ -116,12 +117,12 @@ def test_a_reader_that_leaves_is_no_traceback():
 
 
 def test_an_interrupt_is_no_traceback(crt, monkeypatch):
-    import contextready.runs.catalog
+    from contextready.cli import info
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(contextready.runs.catalog, "print_info", interrupted)
+    monkeypatch.setattr(info, "print_info", interrupted)
     assert crt("info") == (130, "", "")
 
 
@@ -197,14 +198,14 @@ def test_exact_measures_what_it_claims(layers):
 
 def test_installed_command_and_module_run():
     done = subprocess.run(
-        [sys.executable, "-m", "contextready.cli.main", "--version"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "contextready", "--version"], capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("contextready ")
 
 
 def test_the_core_benchmark_ends_with_one_json_line():
     """Runs it for real, on few rounds; the figures are not judged here."""
-    command = [sys.executable, str(Path(__file__).parent.parent / "benchmarks" / "core.py"), "--quick"]
+    command = [sys.executable, str(Path(__file__).parent.parent.parent / "benchmarks" / "core.py"), "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     result = json.loads(done.stdout.splitlines()[-1])
     assert {row["D"] for row in result["unroll"]} == {1, 4}
@@ -214,7 +215,7 @@ def test_the_core_benchmark_ends_with_one_json_line():
 
 @pytest.mark.slow
 def test_the_gradients_benchmark_ends_with_one_json_line():
-    command = [sys.executable, str(Path(__file__).parent.parent / "benchmarks" / "gradients.py"), "--quick"]
+    command = [sys.executable, str(Path(__file__).parent.parent.parent / "benchmarks" / "gradients.py"), "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     result = json.loads(done.stdout.splitlines()[-1])
     assert {row["mode"].split()[0].strip(",") for row in result["rows"]} == {"unroll", "truncated", "implicit", "bptt"}

@@ -39,17 +39,17 @@ def trained(tmp_path_factory):
 def test_an_evaluation_is_made_of_the_scores(trained):
     model, data = open_checkpoint(trained / "ready").model(), Data(trained / "data")
     found = evaluate(model, data, T)
-    windows = Sequences(data.tokens("val"), T)
-    assert found.windows == windows.count
-    assert found.tokens == windows.count * T > 200
+    sequences = Sequences(data.tokens("val"), T)
+    assert found.sequences == sequences.count
+    assert found.tokens == sequences.count * T > 200
     assert sorted(found.parallel) == [1, 2, 3, 5, 10]
-    expected = parallel_scores(model, windows, [1, 5, 10])
+    expected = parallel_scores(model, sequences, [1, 5, 10])
     for k in (1, 5, 10):
-        np.testing.assert_allclose(found.parallel[k].nll_W, expected[k].nll_W)
-    np.testing.assert_allclose(found.sequential.nll_W, sequential_score(model, windows).nll_W)
+        np.testing.assert_allclose(found.parallel[k].nll_N, expected[k].nll_N)
+    np.testing.assert_allclose(found.sequential.nll_N, sequential_score(model, sequences).nll_N)
     assert found.correction[0] == pytest.approx(expected[1].perplexity - expected[5].perplexity)
     assert found.sequential_gap[0] == pytest.approx(found.sequential.perplexity - expected[10].perplexity)
-    tokens, _ = windows.read(np.arange(min(windows.count, 8192 // T)))
+    tokens, _ = sequences.read(np.arange(min(sequences.count, 8192 // T)))
     rate = empirical_rate(model, tokens, 5)
     assert (found.rate, found.norm_rate) == (pytest.approx(rate.rate), pytest.approx(rate.norm_rate))
 
@@ -128,7 +128,7 @@ def test_bad_requests_are_one_sentence(trained, tmp_path, capsys):
         ([ready, "--passes", "1,x"], "not a list of numbers"),
         ([ready, "--passes", "0"], "at least 1"),
         ([ready, "--block-size", "1000000"], "longer than the validation data"),
-        ([ready, "--tokens", "3"], "less than one window"),
+        ([ready, "--tokens", "3"], "less than one sequence"),
         ([ready, "--device", "toaster"], "not to be had"),
     ]:
         assert main(["eval", *words]) == 2, words
@@ -137,6 +137,6 @@ def test_bad_requests_are_one_sentence(trained, tmp_path, capsys):
         assert err.count("\n") == 1
 
 
-def test_no_window_no_score(trained):
+def test_no_sequence_no_score(trained):
     with pytest.raises(ContextReadyError, match="numbers of passes"):
         evaluate(open_checkpoint(trained / "ready").model(), Data(trained / "data"), T, passes=[])

@@ -12,10 +12,10 @@ pytest.importorskip("lm_eval")
 from hf_helpers import FAMILIES, LLAMA_LIKE, randomise, tiny_lm
 
 from contextready import ContextReadyError
-from contextready.cli.eval_tasks import run
-from contextready.cli.main import build_parser
+from contextready.cli.eval import score_tasks
+from contextready.cli.main import main
 from contextready.data.tokenizer import END, Tokenizer
-from contextready.evaluate.harness import TASKS, open_tasks, run_tasks, score
+from contextready.evaluate.harness import TASKS, open_tasks, score
 from contextready.hf.modeling import ContextReadyForCausalLM
 
 LONGEST, VOCABULARY = 64, 360
@@ -216,10 +216,6 @@ def test_the_plain_harness_scores_the_same_from_a_yaml_file(base, tokenizer, fil
     ]
 
 
-def parse(*words):
-    return build_parser().parse_args(["eval", *(str(word) for word in words)])
-
-
 def test_models_are_printed_side_by_side(base, ready, tokenizer, files, tmp_path, capsys):
     for name, lm in (("plain", base), ("ready", ready)):
         lm.save_pretrained(tmp_path / name)
@@ -227,7 +223,7 @@ def test_models_are_printed_side_by_side(base, ready, tokenizer, files, tmp_path
     tasks = f"lambada={files['lambada']}, bits={files['bits']}"
     asked = (tmp_path / "plain", tmp_path / "ready", "--tasks", tasks, "--limit", 3)
     capsys.readouterr()
-    assert run(parse(*asked, "--json")) == 0
+    assert main(["eval", *map(str, asked), "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     plain, corrected = json.loads(line)["evaluations"]
     assert plain["model"] == str(tmp_path / "plain")
@@ -236,7 +232,7 @@ def test_models_are_printed_side_by_side(base, ready, tokenizer, files, tmp_path
         ("lambada=lambada.jsonl", "acc", 3),
     ]
     assert plain["tasks"][0]["value"] != corrected["tasks"][0]["value"]
-    assert run(parse(*asked)) == 0
+    assert main(["eval", *map(str, asked)]) == 0
     out = capsys.readouterr().out
     for part in ("bits_per_byte ↓", "acc ↑", "documents", f"{plain['tasks'][2]['value']:.2f}"):
         assert part in out
@@ -284,6 +280,6 @@ def test_bad_input_is_said_in_one_sentence(files, tasks, settings, message):
     if "include" in settings:
         settings = {"include": Path(settings["include"].format(**names))}
     with pytest.raises(ContextReadyError) as caught:
-        run_tasks(["no-model-is-opened"], [task.format(**names) for task in tasks], **settings)
+        score_tasks(["no-model-is-opened"], [task.format(**names) for task in tasks], **settings)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)

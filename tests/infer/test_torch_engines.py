@@ -133,10 +133,10 @@ def test_a_second_prompt_is_read_after_the_first(window):
 @pytest.mark.parametrize("window", [None, 5, 14])
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_a_prompt_after_steps_is_read_as_if_all_were_streamed(solver, window, history, chunk):
-    first, steps, prompt, after = [4, 4, 9], *(random_tokens(3, 30, seed=4)[i].tolist() for i in range(3))
+    steps, prompt, after = random_tokens(3, 30, seed=4).tolist()
     # Sweeps of the one settle; those of the other are given up, and the rest is read one by one.
-    for model, tolerance in ((settling_model(window=window), 1e-13), (small_model(window=window), 0.0)):
-        for begun in ([], first):
+    for model, tolerance in ((settling_model(window=window), 1e-7), (small_model(window=window), 0.0)):
+        for begun in ([], [4, 4, 9]):
             engine = make(
                 model, capacity=99, solver=solver, segment=2, chunk=chunk, tolerance=tolerance, history=history
             )
@@ -150,7 +150,7 @@ def test_a_prompt_after_steps_is_read_as_if_all_were_streamed(solver, window, hi
             expected, state = streamed(model, tokens, model.init_state(1, history))
             assert_close(logits, expected[-1])
             assert engine.position(0) == len(tokens)
-            assert_same_state(model, engine.state(0), state, 1e-9)
+            assert_same_state(model, engine.state(0), state, 10 * tolerance or 1e-9)
             # And the engine itself goes on from there, by steps and by another prompt.
             stepped = np.stack([engine.step([token])[0] for token in after[:8]])
             assert_close(stepped, streamed(model, tokens + after[:8])[0][-8:])
@@ -163,7 +163,7 @@ def test_a_prompt_after_steps_is_read_as_if_all_were_streamed(solver, window, hi
 def test_reading_into_one_row_leaves_the_others_as_they_are(solver, window, chunk):
     model, prompt = settling_model(window=window), random_tokens(1, 30, seed=4)[0].tolist()
     for row in range(3):
-        engine = make(model, rows=3, solver=solver, segment=2, chunk=chunk, tolerance=1e-13, history=2)
+        engine = make(model, rows=3, solver=solver, segment=2, chunk=chunk, tolerance=1e-7, history=2)
         run(engine)
         before = [engine.state(other) for other in range(3)]
         assert_close(engine.read(row, prompt)[0], streamed(model, [*PROMPTS[row], *MORE[row].tolist(), *prompt])[0][-1])
@@ -286,16 +286,14 @@ def test_a_short_prompt_can_be_taken_back(window, history, by_steps, count):
         engine.load(0, taken.rollback(len(kept)))
         assert engine.position(0) == len(kept)
         assert_close(engine.step([11])[0], streamed(model, [*kept, 11])[0][-1])
-        # The token after it can be taken back too, and what was kept before it, but no more.
+        # Read as a prompt, the new token can be taken back too, with what was kept before it and no more.
         engine.load(0, taken.rollback(len(kept)))
         assert_close(engine.read(0, [11])[0], streamed(model, [*kept, 11])[0][-1])
-        again, oldest = engine.state(0), len(tokens) - history
-        assert_close(
-            streamed(model, [2], again.rollback(max(oldest, len(kept) + 1 - history)))[0][-1].astype(np.float32),
-            streamed(model, [*kept[: max(oldest, len(kept) + 1 - history)], 2])[0][-1],
-        )
+        again, oldest = engine.state(0), max(len(tokens), len(kept) + 1) - history
+        logits, _ = streamed(model, [2], again.rollback(oldest))
+        assert_close(logits[-1].astype(np.float32), streamed(model, [*kept[:oldest], 2])[0][-1])
         with pytest.raises(ContextReadyError, match="larger history"):
-            again.rollback(max(oldest, len(kept) + 1 - history) - 1)
+            again.rollback(oldest - 1)
 
 
 def test_full_attention_has_room_for_its_capacity_and_no_more():

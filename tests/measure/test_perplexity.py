@@ -8,15 +8,15 @@ import reference
 import torch
 from helpers import contractive_model, oracle, small_model
 
-from contextready.analysis import perplexity
 from contextready.data.batches import Sequences
 from contextready.data.shards import TokenArray
+from contextready.measure import perplexity
 from contextready.measure.perplexity import Score, parallel_scores, sequential_score
 
 T = 6
 
 
-def windows(count=5, vocab_size=23):
+def sequences(count=5, vocab_size=23):
     ids = np.random.default_rng(3).integers(vocab_size, size=count * T + 1).astype("<u2")
     return Sequences(TokenArray([ids[:8], ids[8:]]), T)
 
@@ -29,7 +29,7 @@ def literal_nll(logits_TV, targets):
 
 def expected(model, function, *args):
     translated, found = oracle(model), []
-    data = windows()
+    data = sequences()
     for i in range(data.count):
         x, y = data.read(np.array([i]))
         found.append(literal_nll(function(translated, x[0].tolist(), *args), y[0].tolist()))
@@ -38,42 +38,42 @@ def expected(model, function, *args):
 
 def test_parallel_scores_are_the_oracles():
     model = small_model()
-    found = parallel_scores(model, windows(), [1, 3, 4])
+    found = parallel_scores(model, sequences(), [1, 3, 4])
     assert sorted(found) == [1, 3, 4]
     for k, score in found.items():
-        np.testing.assert_allclose(score.nll_W, expected(model, reference.parallel, k), rtol=1e-10)
+        np.testing.assert_allclose(score.nll_N, expected(model, reference.parallel, k), rtol=1e-10)
 
 
 def test_the_sequential_score_is_the_oracles_stream_and_that_of_many_passes():
     model = small_model()
-    found = sequential_score(model, windows())
-    np.testing.assert_allclose(found.nll_W, expected(model, reference.streaming), rtol=1e-10)
-    np.testing.assert_allclose(found.nll_W, parallel_scores(model, windows(), [T + 1])[T + 1].nll_W, rtol=1e-10)
+    found = sequential_score(model, sequences())
+    np.testing.assert_allclose(found.nll_N, expected(model, reference.streaming), rtol=1e-10)
+    np.testing.assert_allclose(found.nll_N, parallel_scores(model, sequences(), [T + 1])[T + 1].nll_N, rtol=1e-10)
 
 
 def test_a_transformer_has_one_score():
     model = small_model(correction=None)
-    found = parallel_scores(model, windows(), [1])
-    np.testing.assert_allclose(found[1].nll_W, expected(model, reference.transformer), rtol=1e-10)
+    found = parallel_scores(model, sequences(), [1])
+    np.testing.assert_allclose(found[1].nll_N, expected(model, reference.transformer), rtol=1e-10)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 100])
 def test_scores_do_not_depend_on_the_batch(monkeypatch, rows):
     model = contractive_model()
-    whole = parallel_scores(model, windows(), [2])[2], sequential_score(model, windows())
+    whole = parallel_scores(model, sequences(), [2])[2], sequential_score(model, sequences())
     monkeypatch.setattr(perplexity, "PARALLEL_TOKENS", rows * T)
     monkeypatch.setattr(perplexity, "SEQUENTIAL_ROWS", rows)
     monkeypatch.setattr(perplexity, "LOGITS_AT_ONCE", rows * T * 23)
-    parts = parallel_scores(model, windows(), [2])[2], sequential_score(model, windows())
+    parts = parallel_scores(model, sequences(), [2])[2], sequential_score(model, sequences())
     for one, other in zip(whole, parts, strict=True):
-        np.testing.assert_allclose(one.nll_W, other.nll_W, rtol=1e-10)
+        np.testing.assert_allclose(one.nll_N, other.nll_N, rtol=1e-10)
 
 
 def test_only_the_first_windows_if_asked_and_progress_is_told():
     model, told = small_model(), []
-    few = parallel_scores(model, windows(), [2], count=3, advance=told.append)[2]
+    few = parallel_scores(model, sequences(), [2], count=3, advance=told.append)[2]
     assert sum(told) == 3 * T
-    np.testing.assert_allclose(few.nll_W, parallel_scores(model, windows(), [2])[2].nll_W[:3], rtol=1e-12)
+    np.testing.assert_allclose(few.nll_N, parallel_scores(model, sequences(), [2])[2].nll_N[:3], rtol=1e-12)
 
 
 def test_a_score_in_figures():
@@ -103,15 +103,15 @@ def test_the_error_covers_the_truth_as_often_as_it_should():
 
 def test_large_states_stream_in_fewer_rows(monkeypatch):
     model, told = contractive_model(), []
-    whole = sequential_score(model, windows())
+    whole = sequential_score(model, sequences())
     monkeypatch.setattr(perplexity, "SEQUENTIAL_BYTES", 1)
-    np.testing.assert_allclose(sequential_score(model, windows(), advance=told.append).nll_W, whole.nll_W, rtol=1e-10)
+    np.testing.assert_allclose(sequential_score(model, sequences(), advance=told.append).nll_N, whole.nll_N, rtol=1e-10)
     assert told == [T] * 5
 
 
 def test_evaluation_leaves_no_gradient_and_the_mode_alone():
     model = small_model().train()
-    sequential_score(model, windows())
+    sequential_score(model, sequences())
     assert model.training
     assert all(p.grad is None for p in model.parameters())
     assert torch.is_grad_enabled()

@@ -7,8 +7,8 @@ import torch
 from helpers import KINDS, SILENT_AT_START, gap, random_tokens, small_config, small_model, stream_in_chunks
 
 from contextready import ContextReady, ContextReadyError, build_correction, build_model, unroll
-from contextready.model.context_ready import shift_right
 from contextready.model.attention import Attend
+from contextready.model.context_ready import shift_right
 
 TOLERANCE = 1e-10
 

@@ -217,7 +217,7 @@ def test_a_failed_save_leaves_the_earlier_file(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(safetensors.torch, "save_file", full_disk)
-    with pytest.raises(ContextReadyError, match="The disk is full: .*state was not written"):
+    with pytest.raises(ContextReadyError, match=r"The disk is full: .*state was not written"):
         state.rollback(9).save(path)
     assert continues(model, State.load(path), state)
     assert [file.name for file in tmp_path.iterdir()] == ["state"]

@@ -9,14 +9,16 @@ from distributed_helpers import launch
 from train_helpers import no_interrupts
 
 from contextready.cli.main import main
+from contextready.cli.pointer import describe_outcome
 from contextready.errors import ContextReadyError
 from contextready.model.context_ready import build_model
-from contextready.pointer.outcome import describe_outcome, outcome, resolve_pointer
+from contextready.pointer.outcome import outcome, resolve_pointer
 from contextready.pointer.task import PointerTask
 from contextready.runs.checkpoint import newest_checkpoint, open_checkpoint
 from contextready.runs.config import build_run
 from contextready.runs.metrics import read_metrics
-from contextready.train.source import SOLVED_ON, PointerSource, open_source
+from contextready.pointer.source import SOLVED_ON, PointerSource
+from contextready.train.source import open_source
 from contextready.train.team import Team
 from contextready.train.trainer import Trainer, train
 
@@ -136,11 +138,11 @@ def test_validations_are_fresh_and_the_last_is_thorough(monkeypatch):
     assert SOLVED_ON == 2000
     config = small("unused", "eval_tokens=none")
     model = build_model(config.model)
-    assert PointerSource(config.task, config).score(model, 0, (0, 1), False).asked_L.tolist() == [4000, 2000]
+    assert PointerSource(config).score(model, 0, (0, 1), False).asked_L.tolist() == [4000, 2000]
     drawn.clear()
     config = small("unused")
     assert config.train.eval_tokens == 500 * config.task.length
-    one = PointerSource(config.task, config)
+    one = PointerSource(config)
     shares = [one.score(model, 7, (i, 2), False) for i in range(2)] + [one.score(model, 7, (0, 1), True)]
     assert [(split, rows) for split, _, _, rows in drawn] == [("test", 500), ("test", 500), ("test", 2000)]
     assert len({step for _, _, step, _ in drawn}) == 2

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from contextready.analysis import levels
 from contextready.model.config import ModelConfig
 from contextready.model.context_ready import build_model
+from contextready.pointer import score
 from contextready.pointer.score import LevelScore, levels_solved, score_levels, score_passes
 from contextready.pointer.task import IGNORED, PointerTask
 
@@ -22,22 +22,19 @@ def make(correction, seed=0):
         for p in model.parameters():
             p.normal_(0, 0.3)
         # Guess values only, so that some guesses are right.
-        (model if correction is None else model.backbone).unembedding.weight[TASK.values :] = 0
-        (model if correction is None else model.backbone).unembedding.weight[: TASK.values] *= 20
+        model.backbone.unembedding.weight[TASK.values :] = 0
+        model.backbone.unembedding.weight[: TASK.values] *= 20
     return model
 
 
 def logits_of(model, inputs_BT):
     """By another way than the score's: a converged unroll, or the forward."""
-    if hasattr(model, "correction"):
-        T = inputs_BT.shape[1]
-        return model(inputs_BT, passes=T + 1)
-    return model.head(model.blocks(model.embed(inputs_BT))[0])
+    return model(inputs_BT, passes=inputs_BT.shape[1] + 1 if model.is_recurrent else 1)
 
 
 @pytest.mark.parametrize("correction", [None, "add", "concat"])
 def test_the_score_is_a_count_by_hand(correction, monkeypatch):
-    monkeypatch.setattr(levels, "ROWS", 4)  # several parts, the last one short
+    monkeypatch.setattr(score, "ROWS", 4)  # several parts, the last one short
     model, batch = make(correction), TASK.batch("test", 0, 0, 10)
     found = score_levels(model, TASK, batch)
     logits_BTV = logits_of(model, batch.inputs_BT).detach()

@@ -21,7 +21,7 @@ from contextready.pointer.outcome import outcome, resolve_pointer
 from contextready.pointer.report import aligned, as_markdown
 from contextready.pointer.results import jobs_of, results_of, with_changes
 from contextready.pointer.score import score_levels, score_passes
-from contextready.pointer.trials import PARTS, PASSES, rows_of
+from contextready.pointer.trials import PARTS, PASSES, trials_of
 from contextready.runs.checkpoint import newest_checkpoint, open_checkpoint
 from contextready.train.jobs import LOG, Job, run_jobs
 
@@ -29,20 +29,20 @@ TINY = ["width=16", "heads=2", "batch_size=4", "values=3", "eval_every=2", "eval
 
 
 def test_the_rows_of_the_miniature():
-    table = rows_of("cpu", ["table"])
-    assert [row.key for row in table[:2]] == ["masked-d1", "masked-n2"]
-    assert {(row.answers, row.name) for row in table} == {
+    table = trials_of("cpu", ["table"])
+    assert [trial.key for trial in table[:2]] == ["masked-d1", "masked-n2"]
+    assert {(trial.answers, trial.name) for trial in table} == {
         (answers, name) for answers in ("masked", "visible") for name in ("D=1 BPTT", *(f"N={n}" for n in range(1, 7)))
     }
-    for row in table:
-        run = resolve_pointer(row.words(3, Path("runs/x")))
+    for trial in table:
+        run = resolve_pointer(trial.words(3, Path("runs/x")))
         assert (run.task.hops, run.task.keys, run.model.width, run.model.window) == (4, 3, 64, 26)
-        assert run.task.answers == row.answers
-        assert run.model.layers == row.layers
-        assert (run.model.correction is not None) == row.ready
-        assert (run.train.seed, run.train.out) == (3, f"runs/x/{row.key}-seed3")
+        assert run.task.answers == trial.answers
+        assert run.model.layers == trial.layers
+        assert (run.model.correction is not None) == trial.ready
+        assert (run.train.seed, run.train.out) == (3, f"runs/x/{trial.key}-seed3")
     # All else is the same for all.
-    runs = [resolve_pointer(row.words(0, Path("runs"))).train for row in table]
+    runs = [resolve_pointer(trial.words(0, Path("runs"))).train for trial in table]
     same = {"out": "", "gradient": "unroll", "passes": 1, "min_passes": None, "eval_every": 100}
     assert len({replace(t, **same) for t in runs}) == 1
     assert {(t.gradient, t.eval_every) for t in runs} == {("bptt", 50), ("unroll", 100)}
@@ -50,10 +50,10 @@ def test_the_rows_of_the_miniature():
 
 
 def test_the_rows_of_the_other_parts():
-    assert [row.key for row in rows_of("cpu", ["headline"])] == ["masked-d1", "masked-n2"]
-    growth = [resolve_pointer(row.words(0, Path("x"))).task.hops for row in rows_of("cpu", ["growth"])]
+    assert [trial.key for trial in trials_of("cpu", ["headline"])] == ["masked-d1", "masked-n2"]
+    growth = [resolve_pointer(trial.words(0, Path("x"))).task.hops for trial in trials_of("cpu", ["growth"])]
     assert growth == [4, 8, 12]
-    parallel = [resolve_pointer(row.words(0, Path("x"))).train for row in rows_of("cpu", ["parallel"])]
+    parallel = [resolve_pointer(trial.words(0, Path("x"))).train for trial in trials_of("cpu", ["parallel"])]
     assert {t.batch_size for t in parallel} == {32}
     assert [(t.gradient, t.passes, t.min_passes) for t in parallel] == [
         ("bptt", None, None),
@@ -61,27 +61,27 @@ def test_the_rows_of_the_other_parts():
         *(("unroll", k, 2) for k in PASSES[1:]),
         ("implicit", 20, None),
     ]
-    everything = rows_of("cpu", PARTS)
-    assert len({row.key for row in everything}) == len(everything) == 14 + 2 + 9
+    everything = trials_of("cpu", PARTS)
+    assert len({trial.key for trial in everything}) == len(everything) == 14 + 2 + 9
 
 
 def test_the_rows_at_the_papers_scale():
-    table = rows_of("paper", ["table"])
-    depths = {row.layers for row in table if not row.ready}
+    table = trials_of("paper", ["table"])
+    depths = {trial.layers for trial in table if not trial.ready}
     assert depths == {1, 3, 5, 10, 11, 12}
-    for row in rows_of("paper", PARTS):
-        run = resolve_pointer(row.words(0, Path("runs")))
+    for trial in trials_of("paper", PARTS):
+        run = resolve_pointer(trial.words(0, Path("runs")))
         assert run.model.window == 38
         assert run.train.steps == 50_000
         assert run.train.precision == "fp32"
     # What is compared with parallel training is a run of the table, not the same run once more.
-    parallel = [row.key for row in rows_of("paper", ["parallel"])]
+    parallel = [trial.key for trial in trials_of("paper", ["parallel"])]
     assert parallel[0] == "masked-d1"
     assert "parallel-bptt" not in parallel
-    words = [" ".join(row.words(0, Path("x"))[:-1]) for row in rows_of("paper", PARTS)]
+    words = [" ".join(trial.words(0, Path("x"))[:-1]) for trial in trials_of("paper", PARTS)]
     assert len(set(words)) == len(words)
     with pytest.raises(ContextReadyError, match="There is no scale 'gpu'"):
-        rows_of("gpu", ["table"])
+        trials_of("gpu", ["table"])
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_the_runs_are_made_and_reported(made):
     assert rows == [("N=2", "0"), ("D=1 BPTT", "0")]
     assert "| 1.00 1.00 0.56 0.33 0.33 |" in report  # what two layers of window 26 allow with three values
     record = json.loads((out / "report.json").read_text())
-    found = {row["name"]: row for row in record}
+    found = {trial["name"]: trial for trial in record}
     assert found["N=2"]["seeds"]["0"]["accuracy"] == outcome(out / "masked-n2-seed0").accuracy
     assert found["D=1 BPTT"]["window_allows"] is None
     for name in ("staircase", "wave"):
@@ -119,7 +119,7 @@ def test_what_is_done_is_not_done_again_and_more_steps_go_on(made, capsys):
     assert main([*words, "steps=4"]) == 0
     assert "0 of 2 runs to make" in capsys.readouterr().out
     assert (out / "masked-n2-seed0" / "metrics.jsonl").read_text() == before
-    rows = rows_of("cpu", ["headline"])
+    rows = trials_of("cpu", ["headline"])
     assert jobs_of(rows, [0], out, [*TINY, "steps=4"]) == []
     assert len(jobs_of(rows, [0, 1], out, [*TINY, "steps=4"])) == 2
     assert len(jobs_of(rows, [0], out, [*TINY, "steps=6"])) == 2
@@ -134,7 +134,7 @@ def test_what_is_done_is_not_done_again_and_more_steps_go_on(made, capsys):
 def test_runs_of_other_settings_are_not_taken_for_these(made):
     """Nor for other seeds of them: what shares a table has the same settings."""
     out, _ = made
-    rows = rows_of("cpu", ["headline"])
+    rows = trials_of("cpu", ["headline"])
     for seed in (0, 1):
         with pytest.raises(ContextReadyError, match=r"masked-d1-seed0 was trained with lr=0.001, and lr=0.5 is asked"):
             jobs_of(rows, [seed], out, [*TINY, "steps=4", "lr=0.5"])
@@ -161,10 +161,10 @@ def test_a_run_that_has_only_begun_stops_nothing(made, tmp_path):
     out = tmp_path / "runs"
     shutil.copytree(made[0], out)
     (out / "masked-d1-seed0" / "metrics.jsonl").write_text("")
-    rows = rows_of("cpu", ["headline"])
+    rows = trials_of("cpu", ["headline"])
     jobs = jobs_of(rows, [0], out, [*TINY, "steps=4"])
     assert [job.out.name for job in jobs] == ["masked-d1-seed0"]
-    assert [result.row.key for result in results_of(rows, out)] == ["masked-n2"]
+    assert [result.trial.key for result in results_of(rows, out)] == ["masked-n2"]
     screen = io.StringIO()
     with Overview(Console(file=screen, force_terminal=True, color_system=None, width=100), total=2) as overview:
         running = [*jobs, jobs[0]._replace(name="the other", out=out / "masked-n2-seed0")]
@@ -254,7 +254,7 @@ def test_tables_are_markdown_and_aligned():
 
 def test_parallel_rows_are_also_scored_in_their_own_passes(tmp_path):
     """And each seed in every number of passes; what is shown of one seed is all of the same one."""
-    rows = [row for row in rows_of("cpu", ["parallel"]) if row.key == "parallel-k2"]
+    rows = [trial for trial in trials_of("cpu", ["parallel"]) if trial.key == "parallel-k2"]
     # Two steps this large make a model that says something else in every number of passes.
     changes = [*TINY, "steps=2", "lr=0.1", "warmup=1"]
     assert results_of(rows, tmp_path) == []

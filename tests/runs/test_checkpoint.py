@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,9 @@ from train_helpers import (
 import contextready
 from contextready.cli.main import main
 from contextready.errors import ContextReadyError
-from contextready.runs.checkpoint import Progress, newest_checkpoint, open_checkpoint, save_checkpoint, step_folder
+from contextready.runs.checkpoint import Progress, newest_checkpoint, open_checkpoint, step_folder
 from contextready.runs.metrics import read_metrics
+from contextready.train.saving import save_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +85,13 @@ def test_the_newest_and_the_best_stay(data, tmp_path):
     for step in range(1, 8):
         best = 2 if step >= 2 else None
         progress = Progress(step=step, best_step=best, best_loss=1.0)
-        save_checkpoint(at.folder, at.config.as_dict(), progress, at.model, at.optimizer, at.team, data, keep=2)
+        save_checkpoint(at.config, progress, at.model, at.optimizer, at.team, data)
     assert kept_steps(at.folder) == [2, 6, 7]
     assert open_checkpoint(at.folder).progress.step == 7
     assert open_checkpoint(at.folder, best=True).progress.step == 2
     progress = Progress(step=8, best_step=8, best_loss=0.5)
-    save_checkpoint(at.folder, at.config.as_dict(), progress, at.model, at.optimizer, at.team, data, keep=1)
+    keep_one = replace(at.config, train=replace(at.config.train, keep=1))
+    save_checkpoint(keep_one, progress, at.model, at.optimizer, at.team, data)
     assert kept_steps(at.folder) == [8]
 
 
@@ -106,7 +109,7 @@ def test_a_run_without_validation_has_no_best(data, tmp_path):
     at = trainer(data, tmp_path / "run")
     with pytest.raises(ContextReadyError, match="has no manifest"):
         open_checkpoint(at.folder)
-    save_checkpoint(at.folder, at.config.as_dict(), Progress(step=1), at.model, at.optimizer, at.team, data, keep=1)
+    save_checkpoint(at.config, Progress(step=1), at.model, at.optimizer, at.team, data)
     with pytest.raises(ContextReadyError, match="has not been validated yet"):
         open_checkpoint(at.folder, best=True)
     with pytest.raises(ContextReadyError, match="no run or checkpoint at"):

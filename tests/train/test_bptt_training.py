@@ -38,7 +38,9 @@ def trained(data, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("said", [{}, {"passes": 7, "min_passes": 3}, {"passes": 2, "min_passes": 5}, {"min_passes": None}])
+@pytest.mark.parametrize(
+    "said", [{}, {"passes": 7, "min_passes": 3}, {"passes": 2, "min_passes": 5}, {"min_passes": None}]
+)
 def test_a_stream_has_no_passes_whatever_the_recipe_says(said):
     shape = {"vocab_size": 30, "width": 8, "layers": 1, "heads": 2, "correction": "add", "data": "d", "out": "o"}
     t = build_run(shape | BPTT | said).train

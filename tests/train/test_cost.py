@@ -29,7 +29,9 @@ def test_multiply_accumulates_of_a_step_are_what_pytorch_counts(changes, passes)
     run = build_run(shape | {"data": "d", "out": "o", "passes": 5} | changes)
     t = run.train
     model = build_model(run.model)
-    objective = Objective(model, False, False, t.gradient, t.truncated_passes, t.adjoint_steps)
+    objective = Objective(
+        model, gradient=t.gradient, truncated_passes=t.truncated_passes, adjoint_steps=t.adjoint_steps
+    )
     tokens = random_tokens(batch=1, length=T, vocab_size=64)
     with FlopCounterMode(display=False) as counter:
         loss = objective.backward(tokens, tokens, passes)

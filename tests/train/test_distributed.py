@@ -18,10 +18,10 @@ from distributed_helpers import (
 from helpers import contractive_model
 from train_helpers import kept_steps, recipe_file, run, words
 
-from contextready.analysis import perplexity
 from contextready.cli.main import main
 from contextready.data.batches import Sequences
 from contextready.data.shards import TokenArray
+from contextready.measure import perplexity
 from contextready.measure.perplexity import Score, parallel_scores, sequential_score
 from contextready.runs.checkpoint import newest_checkpoint, open_checkpoint, unshard
 from contextready.runs.metrics import read_metrics
@@ -262,7 +262,7 @@ def test_an_unsharded_checkpoint_is_the_run_with_ddp(together, place, tmp_path):
 T = 6
 
 
-def windows(count=5, vocab_size=23):
+def sequences(count=5, vocab_size=23):
     ids = np.random.default_rng(3).integers(vocab_size, size=count * T + 1).astype("<u2")
     return Sequences(TokenArray([ids[:8], ids[8:]]), T)
 
@@ -273,17 +273,17 @@ def test_shares_of_a_score_are_the_whole(monkeypatch, shares, count):
     monkeypatch.setattr(perplexity, "PARALLEL_TOKENS", 2 * T)
     monkeypatch.setattr(perplexity, "SEQUENTIAL_ROWS", 2)
     model = contractive_model()
-    whole = parallel_scores(model, windows(), [1, 3], count)
-    parts = [parallel_scores(model, windows(), [1, 3], count, share=(i, shares)) for i in range(shares)]
+    whole = parallel_scores(model, sequences(), [1, 3], count)
+    parts = [parallel_scores(model, sequences(), [1, 3], count, share=(i, shares)) for i in range(shares)]
     for k in (1, 3):
         found = Score.interleaved([part[k] for part in parts])
-        np.testing.assert_allclose(found.nll_W, whole[k].nll_W, rtol=1e-12)
+        np.testing.assert_allclose(found.nll_N, whole[k].nll_N, rtol=1e-12)
         assert found.loss == pytest.approx(whole[k].loss, rel=1e-12)
-    streamed = [sequential_score(model, windows(), count, share=(i, shares)) for i in range(shares)]
-    expected = sequential_score(model, windows(), count)
-    np.testing.assert_allclose(Score.interleaved(streamed).nll_W, expected.nll_W, rtol=1e-12)
+    streamed = [sequential_score(model, sequences(), count, share=(i, shares)) for i in range(shares)]
+    expected = sequential_score(model, sequences(), count)
+    np.testing.assert_allclose(Score.interleaved(streamed).nll_N, expected.nll_N, rtol=1e-12)
 
 
 def test_shares_are_put_together_in_order():
     whole = Score.interleaved([Score(np.array([0.0, 3.0])), Score(np.array([1.0, 4.0])), Score(np.array([2.0]))])
-    np.testing.assert_array_equal(whole.nll_W, np.arange(5.0))
+    np.testing.assert_array_equal(whole.nll_N, np.arange(5.0))

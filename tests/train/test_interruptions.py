@@ -188,7 +188,7 @@ def test_a_disk_full_from_the_start_is_one_sentence(data, tmp_path, small_disk, 
     command = ["train", recipe_file(tmp_path), *words(data, small_disk / "run", steps=8)]
     assert main(command) == 2
     err = capsys.readouterr().err
-    assert "No space left" in err
+    assert "The disk is full" in err
     assert err.count("\n") == 1
     assert metrics(small_disk / "run") == before
     (small_disk / "filler").unlink()

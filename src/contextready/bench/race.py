@@ -161,9 +161,9 @@ def engine_contestants(
     """One model in each engine, quantised precisions in ggml only; an exported file runs in ggml, as it is."""
     capacity, threads, scratch = hardware.capacity, hardware.threads, hardware.scratch
 
-    def in_ggml(path: Path) -> Contestant:
+    def in_ggml(path: Path, precision: str | None = None) -> Contestant:
         engine = GgmlEngine(path, capacity=capacity, threads=threads)
-        return EngineContestant(label, account, engine, engine.exported.type, engine.close)
+        return EngineContestant(label, account, engine, precision or engine.exported.type, engine.close)
 
     if isinstance(model, Path):
         return [in_ggml(model)]
@@ -176,7 +176,7 @@ def engine_contestants(
         for precision in precisions:
             path = scratch / f"{len(list(scratch.iterdir()))}.gguf"
             write_gguf(model, path, capacity, precision)
-            contestants.append(in_ggml(path))
+            contestants.append(in_ggml(path, precision))
     return contestants
 
 

@@ -34,7 +34,7 @@ def add(verbs: Verbs) -> None:
     evaluate.add_argument("--data", type=Path, help="prepared data (default: what the model was trained on)")
     evaluate.add_argument("--best", action="store_true", help="of each run the best checkpoint, not the newest")
     evaluate.add_argument("--passes", default="1,2,3,5,10", help="values of K (default: 1,2,3,5,10)")
-    evaluate.add_argument("--block-size", type=int, help="tokens in a window (default: as trained)")
+    evaluate.add_argument("--block-size", type=int, help="tokens in a sequence (default: as trained)")
     evaluate.add_argument("--tokens", type=int, help="only the first of this many tokens (default: all)")
     evaluate.add_argument("--no-sequential", action="store_true", help="leave streaming out")
     evaluate.add_argument("--device", default="auto", help="cpu, cuda, mps or auto (default: auto)")

@@ -1,6 +1,7 @@
 """How much memory a training step needs at its peak, found by going through it with tensors that hold no numbers."""
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,15 +32,9 @@ def step_bytes(config: RunConfig, sequences: int, bf16: bool, gradients_stay: bo
             for name, p in list(module.named_parameters(recurse=False)):
                 # As if on the CPU, so that the same kernels are chosen, but without memory.
                 module.register_parameter(name, nn.Parameter(torch.empty(p.shape, device="cpu")))
-        objective = Objective(
-            model,
-            recompute=t.checkpoint_passes,
-            gradient=t.gradient,
-            truncated_passes=t.truncated_passes,
-            # How many there are makes no difference to memory.
-            adjoint_steps=1,
-            autocast=lambda: torch.autocast("cpu", torch.bfloat16, enabled=bf16),
-        )
+        # Of an adjoint one product is enough: how many there are makes no difference to memory.
+        eager = replace(t, compile=False, adjoint_steps=1 if t.gradient == "implicit" else None)
+        objective = Objective.for_run(model, eager, lambda: torch.autocast("cpu", torch.bfloat16, enabled=bf16))
         if t.gradient == "bptt":
             stream = DifferentiableStream(model)
             objective.stream = lambda e_BTC: _Unread.apply(e_BTC, stream, *model.parameters())  # type: ignore[no-untyped-call]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from contextready.model.context_ready import ContextReady
+from contextready.runs.config import TrainConfig
 from contextready.solve.bptt import DifferentiableStream
 from contextready.solve.gradients import Adjoint, at_fixed_point, continued, passes_through, settle
 from contextready.solve.norms import largest_change
@@ -59,6 +60,22 @@ class Objective(nn.Module):
         self.one_pass = one_pass
         self.stream: Callable[[Tensor], Tensor] | None = DifferentiableStream(model) if gradient == "bptt" else None
         self._adjoint_made = 0
+
+    @classmethod
+    def for_run(
+        cls, model: ContextReady, train: TrainConfig, autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> "Objective":
+        """The loss that these settings of a training ask for."""
+        return cls(
+            model,
+            compiled=train.compile,
+            recompute=train.checkpoint_passes,
+            gradient=train.gradient,
+            truncated_passes=train.truncated_passes,
+            adjoint_steps=train.adjoint_steps,
+            adjoint_tolerance=train.adjoint_tolerance,
+            autocast=autocast,
+        )
 
     def forward(self, inputs_BT: Tensor, targets_BT: Tensor, passes: int | None, measure: bool = False) -> Loss:
         """The loss of K = `passes` (none: of the stream); `measure` also takes the change made by the last pass."""

@@ -88,16 +88,7 @@ class Trainer:
         self.macs = cache(partial(sequence_macs, self.account, t))
         if newest is None and t.init_from is not None:
             load_origin(self.model, config, checkpoints.open_checkpoint(Path(t.init_from)), self.source)
-        self.objective = Objective(
-            self.model,
-            compiled=t.compile,
-            recompute=t.checkpoint_passes,
-            gradient=t.gradient,
-            truncated_passes=t.truncated_passes,
-            adjoint_steps=t.adjoint_steps,
-            adjoint_tolerance=t.adjoint_tolerance,
-            autocast=self._autocast,
-        )
+        self.objective = Objective.for_run(self.model, t, self._autocast)
         self.wrapped = self.team.wrap(self.objective, t.parallel)
         # Only now: what is sharded has other parameters than before.
         self.optimizer = make_optimizer(self.model, config)
