@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # PIP_CONSTRAINT reaches the isolated build environment too, so the build backend is pinned as well.
 INSTALL := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
 
-.PHONY: help demo test lint slow bench peers format clean
+.PHONY: help demo test lint slow bench peers graph format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -24,6 +24,9 @@ lint: $(VENV)/.dev  ## ruff (lint and format), mypy, and which room may import w
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+graph: $(VENV)/.dev  ## draw the rooms and list their files in docs/architecture.md
+	$(BIN)/python tools/architecture.py
 
 format: $(VENV)/.dev  ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .

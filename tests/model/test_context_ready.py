@@ -4,11 +4,22 @@ import copy
 
 import pytest
 import torch
-from helpers import KINDS, SILENT_AT_START, gap, random_tokens, small_config, small_model, stream_in_chunks
+from helpers import (
+    KINDS,
+    SILENT_AT_START,
+    gap,
+    random_tokens,
+    randomise,
+    small_config,
+    small_model,
+    stream_in_chunks,
+)
 
 from contextready import ContextReady, ContextReadyError, build_correction, build_model, unroll
 from contextready.model.attention import Attend
 from contextready.model.context_ready import shift_right
+from contextready.model.correction import Correction
+from contextready.model.correction_module import CorrectionModule
 
 TOLERANCE = 1e-10
 
@@ -103,6 +114,19 @@ def test_zero_initialised_conversion_changes_nothing_and_learns(kind, window):
     assert model.correction.ffn.down.weight.grad.abs().max() > 1e-6
     # The inner layer waits one step: its gradient passes through the zero output layer.
     assert model.correction.ffn.up.weight.grad.abs().max() == 0.0
+
+
+def test_a_correction_of_ones_own_that_is_not_registered_streams_as_its_passes_do():
+    class Doubled(Correction):
+        def __call__(self, ops, z, e):
+            return ops.corr_ffn(ops.LN(z + e + e))
+
+    backbone, tokens = small_model().backbone, random_tokens()
+    model = randomise(ContextReady(backbone, CorrectionModule(Doubled(), backbone).double()))
+    assert model.is_recurrent
+    assert Doubled.name is None
+    assert gap(model.stream(tokens, model.init_state(2))[0], model(tokens, 10)) < TOLERANCE
+    assert gap(model(tokens, 10), ContextReady(backbone)(tokens)) > 1e-3
 
 
 def test_correction_takes_the_dtype_of_its_backbone():

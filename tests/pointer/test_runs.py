@@ -13,11 +13,11 @@ from contextready.cli.pointer import describe_outcome
 from contextready.errors import ContextReadyError
 from contextready.model.context_ready import build_model
 from contextready.pointer.outcome import outcome, resolve_pointer
+from contextready.pointer.source import SOLVED_ON, PointerSource
 from contextready.pointer.task import PointerTask
 from contextready.runs.checkpoint import newest_checkpoint, open_checkpoint
 from contextready.runs.config import build_run
 from contextready.runs.metrics import read_metrics
-from contextready.pointer.source import SOLVED_ON, PointerSource
 from contextready.train.source import open_source
 from contextready.train.team import Team
 from contextready.train.trainer import Trainer, train

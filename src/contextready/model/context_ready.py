@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from contextready.errors import ContextReadyError
 from contextready.model.checks import check_carried, check_passes
 from contextready.model.config import ModelConfig
+from contextready.model.correction import NO_CORRECTION
 from contextready.model.correction_module import CorrectionModule, build_correction, no_correction
 from contextready.model.state import State
 from contextready.model.transformer import Transformer
@@ -76,7 +77,7 @@ class ContextReady(nn.Module):
     @property
     def is_recurrent(self) -> bool:
         """Whether there is a correction; without one, one pass over all positions is already exact."""
-        return self.correction.definition.name is not None
+        return self.correction.definition is not NO_CORRECTION
 
     def recur(self, e_BTC: Tensor, carried_BTC: Tensor | None, past: Any = None) -> Pass:
         """The recurrence: tokens enter the blocks as e_t + correction(z_{t-1}, e_t), one position or all at once.

@@ -31,6 +31,7 @@ class Correction:
     """A correction: a function of z_{t-1} and e_t, the same at every position."""
 
     name: ClassVar[str | None] = None
+    """What settings and files call it; a class without a name is not registered."""
     formula: ClassVar[str] = "none"
     """For people: model cards and help."""
     carries_residual: ClassVar[bool] = False

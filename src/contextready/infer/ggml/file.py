@@ -14,7 +14,7 @@ from contextready.errors import ContextReadyError, nearest
 from contextready.extras import require
 from contextready.files import staged_file
 from contextready.model.config import TransformerConfig
-from contextready.model.correction import CORRECTIONS, find_correction
+from contextready.model.correction import CORRECTIONS, NO_CORRECTION, find_correction
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -216,24 +216,27 @@ def read_gguf(path: str | Path) -> Exported:
 
 def _describe(model: "ContextReady") -> "tuple[ExportedConfig, dict[str, Tensor]]":
     """The sizes and tensors of a model, under the names of the file."""
+    from contextready.model.context_ready import ContextReady
     from contextready.model.correction_module import CorrectionModule, has_bias
     from contextready.model.transformer import Transformer
 
+    if not isinstance(model, ContextReady) or type(model.backbone) is not Transformer:
+        around = model.backbone if isinstance(model, ContextReady) else model
+        raise ContextReadyError(
+            f"A model around {type(around).__name__} cannot be exported; only a ContextReady model around this "
+            "package's own transformer can."
+        )
     backbone, correction = model.backbone, model.correction
-    if type(backbone) is not Transformer:
+    definition = correction.definition
+    if type(correction) is not CorrectionModule or definition not in (NO_CORRECTION, *CORRECTIONS.values()):
+        own = definition if type(correction) is CorrectionModule else correction
         raise ContextReadyError(
-            f"A model around {type(backbone).__name__} cannot be exported; only this package's own transformer can."
+            f"The correction {type(own).__name__} cannot be exported; use one of {', '.join(CORRECTIONS)}."
         )
-    if type(correction) is not CorrectionModule or (
-        model.is_recurrent and correction.definition.name not in CORRECTIONS
-    ):
-        raise ContextReadyError(
-            f"The correction {type(correction).__name__} cannot be exported; use one of {', '.join(CORRECTIONS)}."
-        )
-    own = (name for name in FIELDS if not name.startswith("correction"))
+    fields = (name for name in FIELDS if not name.startswith("correction"))
     config = ExportedConfig(
-        **{name: getattr(backbone.config, name) for name in own},
-        correction=correction.definition.name,
+        **{name: getattr(backbone.config, name) for name in fields},
+        correction=definition.name,
         correction_bias=has_bias(correction),
     )
     tensors = {name.removeprefix("backbone."): tensor for name, tensor in model.state_dict().items()}

@@ -175,9 +175,7 @@ class StepGraph:
         # In place on the queries and keys of each row: then one view has the rotated keys beside the values.
         for r, angles_E in enumerate(angles):
             qk = ggml.ggml_view_3d(context, qkv, E, 2 * H, 1, head, 2 * H * head, r * row)
-            rotated = ggml.ggml_rope_ext_inplace(
-                context, qk, one, angles_E, E, NEOX, 0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0
-            )
+            rotated = ggml.ggml_rope_ext_inplace(context, qk, one, angles_E, E, NEOX, 0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0)
             # Nothing below refers to the rotation, so it is put into the graph here, before what reads its result.
             ggml.ggml_build_forward_expand(self._graph, rotated)
         fresh = ggml.ggml_view_4d(context, qkv, E, 1, 2 * H, R, head, head, row, H * head)
