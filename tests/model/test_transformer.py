@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import gap, random_tokens, small_config, small_model
 
-from contextready import ContextReadyError, Transformer, TransformerConfig
+from contextready import CORRECTIONS, ContextReadyError, Transformer, TransformerConfig
 from contextready.measure.bounds import receptive_field
 
 
@@ -75,7 +75,7 @@ def test_bfloat16_autocast_runs_and_stays_close():
         ({"correction": None, "correction_init": "nought"}, "Unknown correction_init 'nought'"),
         (
             {"correction": "plus"},
-            "Unknown correction 'plus'; choose one of: add, concat, blind, memoryless, block_head, tied",
+            f"Unknown correction 'plus'; choose one of: {', '.join(CORRECTIONS)}",
         ),
         ({"correction": ""}, "Unknown correction ''"),
         ({"correction": "consat"}, "did you mean 'concat'?"),

@@ -215,8 +215,8 @@ def test_reading_is_stepping_and_says_what_it_cost(correction, window, tmp_path)
 
 
 def test_a_formula_costs_what_its_matrices_do():
-    found = {name: correction.parts.macs_per_width_squared for name, correction in CORRECTIONS.items()}
-    assert found == {"add": 8, "concat": 12, "blind": 8, "memoryless": 8, "block_head": 0, "tied": 8}
+    for name, macs in {"add": 8, "concat": 12, "blind": 8, "memoryless": 8, "block_head": 0, "tied": 8}.items():
+        assert CORRECTIONS[name].parts.macs_per_width_squared == macs
 
 
 def test_many_graphs_are_not_all_kept(tmp_path):
