@@ -125,6 +125,8 @@ def correction(model: Model, z_prev: Vector, x_prev: Vector, e: Vector) -> Vecto
     if model.variant in ("add", "tied"):
         ffn = model.corr_ffn if model.variant == "add" else model.layers[-1].ffn
         return ffn(model.corr_norms["norm"](z_prev + e))
+    if model.variant == "balanced":
+        return model.corr_ffn(model.corr_norms["norm_z"](z_prev) + model.corr_norms["norm_e"](e))
     if model.variant == "blind":
         return model.corr_ffn(model.corr_norms["norm"](z_prev))
     if model.variant == "memoryless":

@@ -68,6 +68,16 @@ class Add(Correction, name="add"):
         return ops.corr_ffn(ops.LN(z + e))
 
 
+class Balanced(Correction, name="balanced"):
+    """Two norms, so that neither drowns the other: in pretrained models z is up to hundreds of times as large as e."""
+
+    formula = "corr_ffn(LN_z(z_{t-1}) + LN_e(e_t))"
+
+    def __call__(self, ops: Operations, z: Any, e: Any) -> Any:
+        """correction_t from z_{t-1} and e_t, each by its own norm."""
+        return ops.corr_ffn(ops.LN(z, "norm_z") + ops.LN(e, "norm_e"))
+
+
 class Concat(Correction, name="concat"):
     """Both, side by side."""
 
