@@ -83,10 +83,10 @@ def is_disk_full(error: BaseException) -> bool:
     return type(error).__name__ == "SafetensorError" and ("os error 28" in str(error) or "os error 122" in str(error))
 
 
-def write_manifest(folder: Path, kind: str, about: Mapping[str, Any]) -> None:
+def write_manifest(folder: Path, format: str, about: Mapping[str, Any]) -> None:
     """Describe a folder: what it is, and the size and SHA-256 of every file in it."""
     files = {path.name: describe_file(path) for path in sorted(folder.iterdir())}
-    (folder / MANIFEST).write_text(json.dumps({"format": kind, "version": 1, **about, "files": files}, indent=1))
+    (folder / MANIFEST).write_text(json.dumps({"format": format, "version": 1, **about, "files": files}, indent=1))
 
 
 def describe_file(path: Path) -> dict[str, Any]:
@@ -95,13 +95,13 @@ def describe_file(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def read_manifest(folder: Path, kind: str, what: str) -> dict[str, Any]:
+def read_manifest(folder: Path, format: str, what: str) -> dict[str, Any]:
     """The manifest of a folder of this kind, with the sizes of its files checked."""
     path = folder / MANIFEST
     if not path.is_file():
         raise ContextReadyError(f"{folder} is not {what}: it has no {MANIFEST}.")
     manifest = read_json(path)
-    if not isinstance(manifest, dict) or manifest.get("format") != kind:
+    if not isinstance(manifest, dict) or manifest.get("format") != format:
         raise ContextReadyError(f"{folder} is not {what}: its {MANIFEST} is of another kind.")
     if manifest.get("version") != 1:
         raise ContextReadyError(

@@ -255,7 +255,7 @@ def test_bad_buffers_say_what_is_wrong():
     cache = streamed(model, random_tokens(length=6))[1].cache
     one, narrow = cache.select(torch.tensor([0])), streamed(windowed, random_tokens(batch=1, length=6), 3)[1].cache
     cases = [
-        (lambda: KVBuffer.empty(0, 4, 1, 1, 2, None, like), "buffer of 0 rows and capacity 4"),
+        (lambda: KVBuffer.empty(0, 4, 1, 1, 2, window=None, like=like), "buffer of 0 rows and capacity 4"),
         (lambda: model.backbone.init_buffer(1, 0), "1 rows and capacity 0 .* at least 1 of each"),
         (lambda: model.backbone.init_buffer(1, 9).load(0, cache), "2 rows was given for one row; select one"),
         (lambda: model.backbone.init_buffer(1, 5).load(0, one), "6 positions .* capacity is 5; .* larger capacity"),

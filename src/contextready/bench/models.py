@@ -39,26 +39,26 @@ def open_models(words: Sequence[str]) -> list[BenchModel]:
     paths = [word for word in words if Path(word).is_dir()]
     files = [word for word in words if Path(word).suffix == EXPORTED]
     named = [word for word in words if word not in (*paths, *files)]
-    found = []
+    models = []
     for file in files:
         fields = asdict(read_gguf(file).config)
         config = build_settings(ModelConfig, {key: fields[key] for key in fields if key != "correction_bias"})
-        found.append(BenchModel(file, account(config), Path(file), None))
+        models.append(BenchModel(file, account(config), Path(file), None))
     for path in paths:
         checkpoint = open_checkpoint(Path(path))
         cost, text = account(checkpoint.native_config), _text(checkpoint.config["train"]["data"])
-        found.append(BenchModel(path, cost, checkpoint.model(), text))
+        models.append(BenchModel(path, cost, checkpoint.model(), text))
     for entry in entries(named) if named else []:
         torch.manual_seed(0)
-        found.append(BenchModel(entry.name, entry.account, build_model(entry.account.config), None))
-    return found
+        models.append(BenchModel(entry.name, entry.account, build_model(entry.account.config), None))
+    return models
 
 
 def measure_prefill(one: BenchModel, lengths: Sequence[int]) -> list[dict[str, Any]]:
     """Every solver on prompts of these lengths: time, arithmetic, certificate; nothing of a transformer or a file."""
     if isinstance(one.model, Path) or not one.model.is_recurrent:
         return []
-    found = []
+    records = []
     for length in lengths:
         if one.text is not None and len(one.text) >= length:
             tokens_1T = one.text[None, :length]
@@ -67,10 +67,10 @@ def measure_prefill(one: BenchModel, lengths: Sequence[int]) -> list[dict[str, A
         for solver in SOLVERS:
             prefill(one.model, tokens_1T, solver=solver)
             info = prefill(one.model, tokens_1T, solver=solver).info
-            found.append(
+            records.append(
                 {"label": one.label, "asked": solver, "cost": info.cost, "certificate": info.certificate} | asdict(info)
             )
-    return found
+    return records
 
 
 def memory_record(one: BenchModel, context: int) -> dict[str, Any]:

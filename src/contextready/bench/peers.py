@@ -245,7 +245,7 @@ def write_gguf(path: Path, shape: Shape, precision: str, weights: Weights) -> in
     """
     gguf = require("gguf", "bench")
     _check(shape, precision)
-    kind = gguf.GGMLQuantizationType[precision.upper()]
+    quantization = gguf.GGMLQuantizationType[precision.upper()]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(shape.layers)
     writer.add_context_length(np.iinfo(np.int32).max)  # rotary positions set no limit
@@ -265,8 +265,8 @@ def write_gguf(path: Path, shape: Shape, precision: str, weights: Weights) -> in
             raise ContextReadyError(
                 f"{name} with shape {weight.shape} is not a weight of {shape}; give it once and whole."
             )
-        stored = gguf.quantize(weight, kind) if weight.ndim == 2 else weight
-        writer.add_tensor(name, stored, raw_dtype=kind if weight.ndim == 2 else None)
+        stored = gguf.quantize(weight, quantization) if weight.ndim == 2 else weight
+        writer.add_tensor(name, stored, raw_dtype=quantization if weight.ndim == 2 else None)
         read += stored[0].nbytes if name == _EMBEDDING else stored.nbytes
     if expected:
         raise ContextReadyError(f"{', '.join(expected)} is missing from the weights of {shape}; give every weight.")

@@ -156,6 +156,7 @@ def engine_contestants(
     model: ContextReady | Path,
     engines: Sequence[str],
     precisions: Sequence[str],
+    *,
     hardware: Hardware,
 ) -> list[Contestant]:
     """One model in each engine, quantised precisions in ggml only; an exported file runs in ggml, as it is."""

@@ -120,12 +120,14 @@ def _contestants(bench: Bench, models: "Sequence[BenchModel]", scratch: Path) ->
     from contextready.bench.race import Hardware, engine_contestants, peer_contestants
 
     hardware = Hardware(max(bench.contexts) + bench.tokens + 8, bench.threads, scratch)
-    found: list[Contestant] = []
+    contestants: list[Contestant] = []
     for one in models:
-        found += engine_contestants(one.label, one.account, one.model, bench.engines, bench.precisions, hardware)
+        contestants += engine_contestants(
+            one.label, one.account, one.model, bench.engines, bench.precisions, hardware=hardware
+        )
         if bench.peers and one.account.config.correction is None:
-            found += peer_contestants(one.account, bench.precisions, hardware)
-    return found
+            contestants += peer_contestants(one.account, bench.precisions, hardware)
+    return contestants
 
 
 def print_decode(console: "Console", timings: "Sequence[Timing]", bandwidth: float, threads: int) -> None:
@@ -158,16 +160,18 @@ def print_decode(console: "Console", timings: "Sequence[Timing]", bandwidth: flo
 
 def regimes(timings: "Sequence[Timing]") -> str:
     """Which contestants the memory limits, which run from the processor's caches, and which their overhead limits."""
-    kinds: dict[str, list[str]] = {"memory": [], "caches": [], "overhead": []}
+    by_regime: dict[str, list[str]] = {"memory": [], "caches": [], "overhead": []}
     for t in timings:
-        kind = "caches" if t.of_bandwidth > CACHED else "memory" if t.of_bandwidth >= BOUND else "overhead"
-        kinds[kind].append(f"{t.label} {t.engine} {t.precision}")
+        regime = "caches" if t.of_bandwidth > CACHED else "memory" if t.of_bandwidth >= BOUND else "overhead"
+        by_regime[regime].append(f"{t.label} {t.engine} {t.precision}")
     told = {
         "memory": "limited by memory, so that bytes decide",
         "caches": "small enough to be read from the processor's caches",
         "overhead": "limited by arithmetic or by the overhead of each layer",
     }
-    return "\n".join(f"{told[kind]}: {', '.join(dict.fromkeys(names))}" for kind, names in kinds.items() if names)
+    return "\n".join(
+        f"{told[regime]}: {', '.join(dict.fromkeys(names))}" for regime, names in by_regime.items() if names
+    )
 
 
 def print_memory(

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 def add(verbs: Verbs) -> None:
     """Describe `crt data`."""
     data = verb(verbs, "data", "prepare token shards from text", "Turn text into token shards, and look at them.")
-    kinds = data.add_subparsers(dest="what", required=True, metavar="prepare|show")
-    _add_prepare(kinds)
-    _add_show(kinds)
+    subverbs = data.add_subparsers(dest="what", required=True, metavar="prepare|show")
+    _add_prepare(subverbs)
+    _add_show(subverbs)
 
 
-def _add_prepare(kinds: Verbs) -> None:
+def _add_prepare(subverbs: Verbs) -> None:
     prepare = verb(
-        kinds,
+        subverbs,
         "prepare",
         "text in, token shards out",
         "Tokenise documents into memory-mapped shards with a manifest. The folder appears when\nall is done.",
@@ -56,8 +56,8 @@ def _add_prepare(kinds: Verbs) -> None:
     prepare.set_defaults(run=_run_prepare)
 
 
-def _add_show(kinds: Verbs) -> None:
-    show = verb(kinds, "show", "decode samples", "Print stretches of prepared data as text.")
+def _add_show(subverbs: Verbs) -> None:
+    show = verb(subverbs, "show", "decode samples", "Print stretches of prepared data as text.")
     show.add_argument("data", type=Path, help="folder of prepared data")
     show.add_argument("--split", choices=["train", "val"], default="train", help="which part (default: train)")
     show.add_argument("--count", type=int, default=3, help="how many stretches (default: 3)")

@@ -68,14 +68,14 @@ def run_demo(out: Path, steps: int | None = None) -> int:
 
     data, device = Data(folder, verify=["val"]), find_device("auto")
     trained = {name: open_checkpoint(out / name) for name in RECIPES}
-    found = {name: evaluate_checkpoint(checkpoint, data, device) for name, checkpoint in trained.items()}
-    print_evaluation(list(found), list(found.values()))
+    evaluations = {name: evaluate_checkpoint(checkpoint, data, device) for name, checkpoint in trained.items()}
+    print_evaluation(list(evaluations), list(evaluations.values()))
 
     plain, ready = (read_curve(out / name) for name in ("transformer", "context-ready"))
     plain_macs, ready_macs = (read_curve(out / name, "macs") for name in ("transformer", "context-ready"))
     console.print(at_equal_tokens(plain, ready))
     console.print(at_equal_compute(plain_macs, ready_macs))
-    console.print(observation(found["context-ready"]))
+    console.print(observation(evaluations["context-ready"]))
     try:
         draw([plain, ready], out / "curves.png", title="Same cost per generated token, equal training tokens")
         console.print(f"The curves: {out / 'curves.png'}\n")
@@ -118,15 +118,15 @@ def at_equal_compute(plain: "Curve", ready: "Curve") -> str:
     )
 
 
-def observation(found: "Evaluation") -> str:
+def observation(evaluation: "Evaluation") -> str:
     """The paper's two observations that the table shows: what the correction brings, and that streaming is exact."""
-    assert found.correction is not None
-    assert found.sequential_gap is not None
-    k = max(found.parallel)
+    assert evaluation.correction is not None
+    assert evaluation.sequential_gap is not None
+    k = max(evaluation.parallel)
     return (
         f"The paper: the correction carries much of the model, and streaming equals many parallel passes. Here K=1 to "
-        f"K=5 gains {found.correction[0]:.1f} perplexity, and streaming differs from K={k} by "
-        f"{100 * found.sequential_gap[0] / found.parallel[k].perplexity:+.4f} %."
+        f"K=5 gains {evaluation.correction[0]:.1f} perplexity, and streaming differs from K={k} by "
+        f"{100 * evaluation.sequential_gap[0] / evaluation.parallel[k].perplexity:+.4f} %."
     )
 
 

@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace) -> None:
         )
         return
     names = [str(model) for model in options.runs]
-    found = score_tasks(
+    scores = score_tasks(
         names,
         [name.strip() for name in options.tasks.split(",")],
         include=options.tasks_path,
@@ -82,12 +82,12 @@ def _run(options: argparse.Namespace) -> None:
     )
     if options.json:
         records = [
-            {"model": name, "tasks": [one.as_record() for one in scores]}
-            for name, scores in zip(names, found, strict=True)
+            {"model": name, "tasks": [one.as_record() for one in of_model]}
+            for name, of_model in zip(names, scores, strict=True)
         ]
         print(to_json({"evaluations": records}))
     else:
-        print_scores(names, found)
+        print_scores(names, scores)
 
 
 def run_eval(
@@ -114,11 +114,11 @@ def run_eval(
     # Everything is opened before anything is computed: a wrong folder is told at once.
     all_data = [data_of(checkpoint, data_folder) for checkpoint in checkpoints]
     console = make_console(stderr=True)
-    found = []
+    evaluations = []
     for run, checkpoint, data in zip(runs, checkpoints, all_data, strict=True):
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task(str(run), total=None)
-            found.append(
+            evaluations.append(
                 evaluate_checkpoint(
                     checkpoint,
                     data,
@@ -133,14 +133,14 @@ def run_eval(
     if as_json:
         records = [
             {"run": str(run), "checkpoint": checkpoint.folder.name, "data": str(data.folder)} | one.as_record()
-            for run, checkpoint, data, one in zip(runs, checkpoints, all_data, found, strict=True)
+            for run, checkpoint, data, one in zip(runs, checkpoints, all_data, evaluations, strict=True)
         ]
         print(to_json({"evaluations": records}))
     else:
-        print_evaluation([str(run) for run in runs], found)
+        print_evaluation([str(run) for run in runs], evaluations)
 
 
-def print_evaluation(names: Sequence[str], found: "Sequence[Evaluation]") -> None:
+def print_evaluation(names: Sequence[str], evaluations: "Sequence[Evaluation]") -> None:
     """A column for each model: the paper's depth progression, with standard errors."""
     from rich import box
     from rich.table import Table
@@ -155,14 +155,14 @@ def print_evaluation(names: Sequence[str], found: "Sequence[Evaluation]") -> Non
         if any(cells):
             table.add_row(label, *cells)
 
-    for k in sorted({k for one in found for k in one.parallel}):
-        add_row(f"parallel K={k}", [_score(one, one.parallel.get(k)) for one in found])
-    add_row("sequential", [_score(one, one.sequential) for one in found])
-    add_row("Corr.: K=1 less K=5", [_gap(one.correction, 2) for one in found])
-    add_row("sequential less largest K", [_gap(one.sequential_gap, 4) for one in found])
-    add_row("L̂, any position", ["" if one.rate is None else f"{one.rate:.2f}" for one in found])
-    add_row("L̂, largest changes", ["" if one.norm_rate is None else f"{one.norm_rate:.2f}" for one in found])
-    add_row("tokens", [f"{one.tokens:,}" for one in found])
+    for k in sorted({k for one in evaluations for k in one.parallel}):
+        add_row(f"parallel K={k}", [_score(one, one.parallel.get(k)) for one in evaluations])
+    add_row("sequential", [_score(one, one.sequential) for one in evaluations])
+    add_row("Corr.: K=1 less K=5", [_gap(one.correction, 2) for one in evaluations])
+    add_row("sequential less largest K", [_gap(one.sequential_gap, 4) for one in evaluations])
+    add_row("L̂, any position", ["" if one.rate is None else f"{one.rate:.2f}" for one in evaluations])
+    add_row("L̂, largest changes", ["" if one.norm_rate is None else f"{one.norm_rate:.2f}" for one in evaluations])
+    add_row("tokens", [f"{one.tokens:,}" for one in evaluations])
     make_console(tables=True).print(table)
 
 
@@ -201,7 +201,7 @@ def score_tasks(
     return [score(*load_model(model, device=where), opened, limit=limit, batch_size=batch_size) for model in models]
 
 
-def print_scores(names: Sequence[str], found: "Sequence[Sequence[TaskScore]]") -> None:
+def print_scores(names: Sequence[str], scores: "Sequence[Sequence[TaskScore]]") -> None:
     """A row for each metric of each task, a column for each model, with standard errors."""
     from rich import box
     from rich.table import Table
@@ -213,7 +213,7 @@ def print_scores(names: Sequence[str], found: "Sequence[Sequence[TaskScore]]") -
     for name in names:
         table.add_column(Text(name), justify="right", overflow="fold")
     table.add_column("documents", justify="right")
-    for row in zip(*found, strict=True):
+    for row in zip(*scores, strict=True):
         first = row[0]
         documents = "" if first.documents is None else f"{first.documents:,}"
         better = {True: " ↑", False: " ↓", None: ""}[first.higher_is_better]

@@ -53,7 +53,7 @@ def add(verbs: Verbs) -> None:
         "--logprobs", type=int, metavar="N", help="with --json: log-probabilities, and the N likeliest"
     )
     generate.add_argument(
-        "--context", type=int, help="room for so many tokens (default: as needed; none with a window)"
+        "--context", type=int, help="capacity of a row in tokens (default: as needed; none with a window)"
     )
     generate.add_argument("--engine", help="eager, compiled, or ggml for exported files (default: eager)")
     generate.add_argument("--solver", help="how prompts are read: sweep, jacobi or sequential (default: sweep)")
@@ -139,10 +139,10 @@ def run_generate(model: Path, request: Request, **opening: Any) -> None:
         raise ContextReadyError("--save-state keeps one completion; give one prompt and one sample.")
     prompts, states, earlier = _ids(opened, texts, request)
     longest = max(len(ids) for ids in prompts) + max((s.position for s in states if s is not None), default=0)
-    room = request.capacity or longest + request.settings.max_tokens
-    if room > opened.trained_length:
+    capacity = request.capacity or longest + request.settings.max_tokens
+    if capacity > opened.trained_length:
         print(
-            f"Note: this may become {room} tokens, and the model was trained on {opened.trained_length} at a time; "
+            f"Note: this may become {capacity} tokens, and the model was trained on {opened.trained_length} at a time; "
             "what it writes beyond that may make little sense.",
             file=sys.stderr,
         )
@@ -152,7 +152,9 @@ def run_generate(model: Path, request: Request, **opening: Any) -> None:
         keep_states=request.save_state is not None,
     )
     start = time.perf_counter()
-    pieces = generate_pieces(opened.engine(rows, room), prompts, settings, tokenizer=opened.tokenizer, states=states)
+    pieces = generate_pieces(
+        opened.engine(rows, capacity), prompts, settings, tokenizer=opened.tokenizer, states=states
+    )
     alone = rows == 1 and not request.as_json
     done = _show(pieces, alone)
     seconds = time.perf_counter() - start

@@ -50,14 +50,14 @@ def print_info(words: Sequence[str], context: int | None, dtype_name: str, as_js
     """Print the cost of the models asked for: one in detail, several as a table, all of the paper's by default."""
     from contextready.runs.catalog import DTYPES, as_record, cache_ratios, entries
 
-    dtype, found = DTYPES[dtype_name], entries(words, context)
+    dtype, models = DTYPES[dtype_name], entries(words, context)
     if as_json:
         whole_paper: dict[str, Any] = {} if words else {"cache_ratios": cache_ratios()}
-        print(json.dumps({"models": [as_record(entry, dtype) for entry in found]} | whole_paper))
-    elif len(found) == 1:
-        _print_one(found[0], dtype)
+        print(json.dumps({"models": [as_record(entry, dtype) for entry in models]} | whole_paper))
+    elif len(models) == 1:
+        _print_one(models[0], dtype)
     else:
-        _print_table(found, dtype, with_pairs=not words)
+        _print_table(models, dtype, with_pairs=not words)
 
 
 def _print_one(entry: "Entry", dtype: "torch.dtype") -> None:
@@ -66,8 +66,8 @@ def _print_one(entry: "Entry", dtype: "torch.dtype") -> None:
     from contextready.runs.catalog import millions
 
     a, c, T = entry.account, entry.account.config, entry.context
-    kind = "transformer" if c.correction is None else f"context-ready, correction {c.correction}"
-    table = Table(title=f"{entry.name}: {kind}", show_header=False, title_justify="left")
+    architecture = "transformer" if c.correction is None else f"context-ready, correction {c.correction}"
+    table = Table(title=f"{entry.name}: {architecture}", show_header=False, title_justify="left")
     table.add_row("shape", f"layers {c.layers}, width {c.width}, heads {c.heads}, window {c.window or 'all'}")
     for label, macs in (("blocks", a.macs_blocks), ("correction", a.macs_correction), ("head", a.macs_head)):
         table.add_row(f"  {label}", f"{macs:,}")
@@ -94,7 +94,7 @@ def _print_one(entry: "Entry", dtype: "torch.dtype") -> None:
     console.print("FLOPs are multiply-accumulates, as in the paper.")
 
 
-def _print_table(found: "Sequence[Entry]", dtype: "torch.dtype", with_pairs: bool) -> None:
+def _print_table(entries: "Sequence[Entry]", dtype: "torch.dtype", with_pairs: bool) -> None:
     from rich import box
     from rich.table import Table
 
@@ -105,7 +105,7 @@ def _print_table(found: "Sequence[Entry]", dtype: "torch.dtype", with_pairs: boo
     table.add_column("model", no_wrap=True)
     for column in ("C²", "FLOPs", "exact", "params", "KV bytes"):
         table.add_column(column, justify="right", no_wrap=True)
-    for entry in found:
+    for entry in entries:
         a, paper = entry.account, entry.paper or PaperModel(entry.account.config, "", entry.context)
         flops = millions(entry.paper_macs, paper.flops)
         table.add_row(
@@ -120,7 +120,7 @@ def _print_table(found: "Sequence[Entry]", dtype: "torch.dtype", with_pairs: boo
     console.print(table)
     console.print("✓ as the paper prints it. C²: blocks and correction. KV bytes: per token.")
     console.print("exact: with head and attention, at the model's block size or --context.")
-    if any(entry.paper and not entry.paper.flops_with_head for entry in found):
+    if any(entry.paper and not entry.paper.flops_with_head for entry in entries):
         console.print("* without the head, as the paper's Wikipedia tables count.")
     if with_pairs:
         for row in cache_ratios():

@@ -37,12 +37,12 @@ def run_plot(runs: Sequence[Path], out: Path, axis: str, title: str | None) -> N
 
     names = [run.name for run in runs]
     curves = [read_curve(run, axis, run.name if names.count(run.name) == 1 else str(run)) for run in runs]
-    found = draw(curves, out, axis, title)
-    for cross in found:
+    crossings = draw(curves, out, axis, title)
+    for cross in crossings:
         print(
             f"{cross.below} passes {cross.above} at {short(cross.x)} {AXES[axis]}, perplexity {np.exp(cross.loss):.1f}"
         )
-    crossed = {frozenset((cross.below, cross.above)) for cross in found}
+    crossed = {frozenset((cross.below, cross.above)) for cross in crossings}
     for i, one in enumerate(curves):
         for other in curves[i + 1 :]:
             if frozenset((one.name, other.name)) not in crossed:

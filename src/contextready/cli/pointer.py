@@ -68,14 +68,14 @@ def run_pointer(config: "RunConfig") -> int:
         if result.speaks:
             console.print(ending(result))
         return 128 + result.stopped_by if result.stopped_by is not None else 0
-    found = outcome(result.run)
+    newest = outcome(result.run)
     assert isinstance(config.task, PointerTask)
-    if found is None:
+    if newest is None:
         raise ContextReadyError(
             f"{result.run} has made all its steps, but {FILE}, where its validations stood, is gone or empty; put it "
             "back, or choose another out=."
         )
-    console.print(describe_outcome(found, config.task.levels))
+    console.print(describe_outcome(newest, config.task.levels))
     try:
         written = draw_waves([read_wave(result.run)], result.run / "wave", 1 / config.task.values)
         console.print(f"The wave: {' and '.join(map(str, written))}")
@@ -84,14 +84,17 @@ def run_pointer(config: "RunConfig") -> int:
     return 0
 
 
-def describe_outcome(found: "Outcome", levels: int) -> str:
+def describe_outcome(outcome: "Outcome", levels: int) -> str:
     """One sentence on what was solved, and when."""
-    accuracy = " ".join(f"{part:.3f}" for part in found.accuracy)
-    if found.solved:
-        return f"All {levels} levels solved at step {found.step:,}, after {found.seconds:,.0f} s of updates: {accuracy}"
+    accuracy = " ".join(f"{part:.3f}" for part in outcome.accuracy)
+    if outcome.solved:
+        return (
+            f"All {levels} levels solved at step {outcome.step:,}, after {outcome.seconds:,.0f} s of updates: "
+            f"{accuracy}"
+        )
     return (
-        f"{found.levels_solved} of {levels} levels solved after all {found.step:,} steps ({found.seconds:,.0f} s of "
-        f"updates): {accuracy}"
+        f"{outcome.levels_solved} of {levels} levels solved after all {outcome.step:,} steps "
+        f"({outcome.seconds:,.0f} s of updates): {accuracy}"
     )
 
 

@@ -75,7 +75,7 @@ def _run(options: argparse.Namespace) -> int:
     if len(set(seeds)) < len(seeds) or min(seeds) < 0:
         raise ContextReadyError(f"--seeds {text}: give each seed once, 0 or above.")
     parts = PARTS if options.part == "all" else [options.part or "table"]
-    return run_reproduce(options.scale, parts, seeds, out, options.settings, options.jobs)
+    return run_reproduce(options.scale, parts, seeds, out, options.settings, at_once=options.jobs)
 
 
 def run_reproduce(
@@ -84,6 +84,7 @@ def run_reproduce(
     seeds: Sequence[int],
     out: Path,
     changes: Sequence[str],
+    *,
     at_once: int | None,
 ) -> int:
     """Make the runs of these parts that are not finished, then report all that the folder holds."""
@@ -160,9 +161,9 @@ class Overview:
 
         rows = []
         for job in running:
-            found = outcome(job.out)
-            if found is not None:
-                rows.append((job.name, found.accuracy, f"step {found.step:,} of {job.steps:,}"))
+            newest = outcome(job.out)
+            if newest is not None:
+                rows.append((job.name, newest.accuracy, f"step {newest.step:,} of {job.steps:,}"))
         minutes = (time.monotonic() - self.began) / 60
         levels = max((len(row[1]) for row in rows), default=0)
         return Group(level_table("run", rows, levels), f"{done} of {self.total} runs done, {minutes:.0f} min")
@@ -171,7 +172,7 @@ class Overview:
         """Say what a run came to."""
         from contextready.pointer.outcome import outcome
 
-        found = outcome(job.out)
-        assert found is not None
+        newest = outcome(job.out)
+        assert newest is not None
         minutes = (time.monotonic() - self.began) / 60
-        self.console.print(f"{minutes:5.1f} min  {job.name}: {describe_outcome(found, len(found.accuracy))}")
+        self.console.print(f"{minutes:5.1f} min  {job.name}: {describe_outcome(newest, len(newest.accuracy))}")

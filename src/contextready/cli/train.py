@@ -96,7 +96,7 @@ def print_recipes() -> None:
     keys = task_keys()
     for name in recipe_names():
         s = load_recipe(name)
-        kind = s.get("correction") or ("+ FFN" if s.get("extra_ffn") else "")
+        extra = s.get("correction") or ("+ FFN" if s.get("extra_ffn") else "")
         shape = (
             f"{'D' if s.get('correction') else 'N'}={s['layers']} C={s['width']}" if "layers" in s else "pretrained="
         )
@@ -106,7 +106,7 @@ def print_recipes() -> None:
         batch = s["batch_size"] * s.get("accumulate", 1)
         task, _ = split_task({key: value for key, value in s.items() if key in keys})
         length = s["block_size"] if task is None else task.length
-        table.add_row(name, f"{shape} {kind}", f"{batch}×{length}", f"{s['steps']:,}", passes)
+        table.add_row(name, f"{shape} {extra}", f"{batch}×{length}", f"{s['steps']:,}", passes)
     make_console(tables=True).print(table)
     print("A model's name alone, such as owt-d5-c1120, means the first experiment that lists it.")
 

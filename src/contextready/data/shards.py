@@ -117,8 +117,8 @@ class Data:
     @property
     def tokenizer_sha256(self) -> str | None:
         """The tokenizer the ids were made with, if it is known."""
-        found: str | None = self.manifest["tokenizer_sha256"]
-        return found
+        sha256: str | None = self.manifest["tokenizer_sha256"]
+        return sha256
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer the ids were made with; refuses one that has been put in its place."""

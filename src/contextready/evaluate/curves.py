@@ -79,7 +79,7 @@ MOST_LABELS = 4
 def crossovers(curves: Sequence[Curve]) -> list[Crossover]:
     """Of every pair."""
     pairs = ((one, other) for i, one in enumerate(curves) for other in curves[i + 1 :])
-    return [found for pair in pairs if (found := crossover(*pair)) is not None]
+    return [cross for pair in pairs if (cross := crossover(*pair)) is not None]
 
 
 def draw(curves: Sequence[Curve], out: Path, axis: str = "tokens", title: str | None = None) -> list[Crossover]:
@@ -88,10 +88,10 @@ def draw(curves: Sequence[Curve], out: Path, axis: str = "tokens", title: str | 
     figure, axes = pyplot().subplots(figsize=(7.5, 4.8), layout="constrained")
     for curve in curves:
         axes.plot(curve.x, np.exp(curve.loss), marker=".", markersize=4, linewidth=1.6, label=curve.name)
-    found = crossovers(curves)
-    for cross in found:
+    crossings = crossovers(curves)
+    for cross in crossings:
         axes.plot(cross.x, np.exp(cross.loss), "o", markersize=9, fillstyle="none", color="black")
-        if len(found) <= MOST_LABELS:
+        if len(crossings) <= MOST_LABELS:
             axes.annotate(
                 f"{cross.below} passes\n{cross.above}\nat {short(cross.x)}",
                 (cross.x, np.exp(cross.loss)),
@@ -116,7 +116,7 @@ def draw(curves: Sequence[Curve], out: Path, axis: str = "tokens", title: str | 
     if title:
         axes.set_title(title, fontsize=10)
     save_figure(figure, out)
-    return found
+    return crossings
 
 
 def _ticks(low: float, high: float) -> list[float]:

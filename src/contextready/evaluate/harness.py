@@ -93,7 +93,7 @@ def score(
 
         lm = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
         try:
-            found = simple_evaluate(
+            results = simple_evaluate(
                 lm,
                 tasks=list(tasks),
                 limit=limit,
@@ -109,16 +109,18 @@ def score(
     return [
         TaskScore(
             task=task,
-            metric=metric if kind == "none" else f"{metric} ({kind})",
+            metric=metric if filter_name == "none" else f"{metric} ({filter_name})",
             value=float(value),
-            stderr=float(error) if isinstance(error := values.get(f"{metric}_stderr,{kind}"), int | float) else None,
-            higher_is_better=found["higher_is_better"].get(task, {}).get(metric),
-            documents=found["n-samples"].get(task, {}).get("effective"),
+            stderr=float(error)
+            if isinstance(error := values.get(f"{metric}_stderr,{filter_name}"), int | float)
+            else None,
+            higher_is_better=results["higher_is_better"].get(task, {}).get(metric),
+            documents=results["n-samples"].get(task, {}).get("effective"),
         )
-        for task, values in found["results"].items()
-        for metric, _, kind in (key.partition(",") for key in values)
-        if kind and not metric.endswith("_stderr")
-        for value in (values[f"{metric},{kind}"],)
+        for task, values in results["results"].items()
+        for metric, _, filter_name in (key.partition(",") for key in values)
+        if filter_name and not metric.endswith("_stderr")
+        for value in (values[f"{metric},{filter_name}"],)
         if isinstance(value, int | float)
     ]
 

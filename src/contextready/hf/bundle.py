@@ -31,22 +31,22 @@ def write_code(folder: str | Path) -> None:
 
 def needed_modules() -> dict[str, str]:
     """The source of every module of this package that the model imports, directly or not, by its name."""
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     waiting = [ENTRY]
     while waiting:
         module = waiting.pop()
-        if module in found:
+        if module in sources:
             continue
         source = (ROOT / Path(*module.split(".")[1:])).with_suffix(".py").read_text(encoding="utf-8")
-        found[module] = source
+        sources[module] = source
         waiting += _imported(source)
-    return dict(sorted(found.items()))
+    return dict(sorted(sources.items()))
 
 
 def made_relative(source: str) -> str:
     """The source with its imports of this package turned into imports of the file beside it."""
     theirs = rf"^(\s*)from ({PACKAGE}(?:\.\w+)+) import"
-    return re.sub(theirs, lambda found: f"{found[1]}from .{file_stem(found[2])} import", source, flags=re.M)
+    return re.sub(theirs, lambda match: f"{match[1]}from .{file_stem(match[2])} import", source, flags=re.M)
 
 
 def _imported(source: str) -> list[str]:

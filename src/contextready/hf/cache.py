@@ -84,13 +84,13 @@ class Carrying:
 
 
 @lru_cache
-def _carrying(kind: Any) -> Any:
-    return type(f"Carrying{kind.__name__}", (Carrying, kind), {})
+def _carrying(layer_class: Any) -> Any:
+    return type(f"Carrying{layer_class.__name__}", (Carrying, layer_class), {})
 
 
-def as_carrying(kind: Any, fields: dict[str, Any]) -> Any:
+def as_carrying(layer_class: Any, fields: dict[str, Any]) -> Any:
     """A layer of this kind, with these fields, that carries z too."""
-    carrying = _carrying(kind)
+    carrying = _carrying(layer_class)
     layer = carrying.__new__(carrying)
     layer.__dict__ = fields
     return layer

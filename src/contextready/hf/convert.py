@@ -74,7 +74,7 @@ def _from_pretrained(source: str, lm: Any, out: Path, settings: dict[str, Any]) 
             raise ContextReadyError(f"{source} changed when it was converted, which must not be; nothing was written.")
     costs = describe_costs(model)
     measured = {"Before any training": f"the logits of {base or 'the original'}, bit for bit, on {PROOF} tokens."}
-    _write(out, model, load_tokenizer(source), base, costs, measured)
+    _write(out, model, load_tokenizer(source), base, costs, measured=measured)
     return Conversion(
         out,
         f"Wrote {out}: {type(lm).__name__} with a zero correction, the same logits. "
@@ -95,7 +95,7 @@ def _from_run(run: Path, out: Path, best: bool) -> Conversion:
     costs = describe_costs(model) if isinstance(model, ContextReadyForCausalLM) else []
     # A native tokenizer goes along as it is, not as another library would write it.
     exact = checkpoint.folder / FILE if isinstance(checkpoint.model_config, ModelConfig) else None
-    _write(out, model, tokenizer, None, costs, measured, exact)
+    _write(out, model, tokenizer, None, costs, measured=measured, exact=exact)
     return Conversion(out, f"Wrote {out}. Next: crt generate {out} 'Once upon a time'", costs)
 
 
@@ -105,6 +105,7 @@ def _write(
     tokenizer: Any,
     base: str | None,
     costs: list[tuple[str, str]],
+    *,
     measured: dict[str, str],
     exact: Path | None = None,
 ) -> None:

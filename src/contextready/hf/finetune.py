@@ -127,5 +127,5 @@ def _linears_in_blocks(backbone: HFBackbone) -> list[str]:
     """Every linear layer of every block, by its full name."""
     prefix = backbone.structure.blocks
     blocks = backbone.lm.get_submodule(prefix)
-    kinds = (nn.Linear, require("transformers.pytorch_utils", "hf").Conv1D)
-    return [f"{prefix}.{name}" for name, part in blocks.named_modules() if isinstance(part, kinds)]
+    linear_classes = (nn.Linear, require("transformers.pytorch_utils", "hf").Conv1D)
+    return [f"{prefix}.{name}" for name, part in blocks.named_modules() if isinstance(part, linear_classes)]

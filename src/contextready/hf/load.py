@@ -57,14 +57,14 @@ def load_lm(source: str, dtype: Any = torch.float32) -> Any:
                 f"{source} is no causal language model: transformers knows none of the kind {config.model_type}."
             )
         try:
-            lm, found = AutoModelForCausalLM.from_pretrained(
+            lm, info = AutoModelForCausalLM.from_pretrained(
                 **where, dtype=dtype, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True
             )
         except ContextReadyError:
             raise
         except Exception as error:
             _refuse(source, error)
-    wrong = sorted(key if isinstance(key, str) else key[0] for kind in UNFIT for key in found[kind])
+    wrong = sorted(key if isinstance(key, str) else key[0] for group in UNFIT for key in info[group])
     if wrong:
         raise ContextReadyError(
             f"The weights of {source} are not those of its config.json: {len(wrong)} are missing or of another shape, "
@@ -114,7 +114,7 @@ def _where(source: str, weights: bool = True) -> dict[str, str]:
                 "package becomes one with crt convert RUN OUT)."
             )
         if weights and not any(path.glob("*.safetensors")):
-            pickled = sorted(file.name for kind in PICKLED for file in path.glob(kind))
+            pickled = sorted(file.name for pattern in PICKLED for file in path.glob(pattern))
             if pickled:
                 raise ContextReadyError(
                     f"The weights of {source} are pickled ({pickled[0]}), which can run code when they are read; save "

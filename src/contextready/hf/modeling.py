@@ -123,7 +123,7 @@ class ContextReadyForCausalLM(SavesItsCode, PreTrainedModel, GenerationMixin):  
             position_ids = _positions(e_BTC, attention_mask, past)
         loss_arguments = {key: kwargs.pop(key) for key in ("num_items_in_batch",) if key in kwargs}
         feed = Feed(past_key_values, {"attention_mask": attention_mask, "position_ids": position_ids, **kwargs})
-        result = self._solve(e_BTC, feed, position_ids, attention_mask, past, passes)
+        result = self._solve(e_BTC, feed, position_ids, attention_mask, past, passes=passes)
         if past_key_values is not None:
             carrying_layer(past_key_values).remember(result.carried_BTC.detach())
 
@@ -141,7 +141,7 @@ class ContextReadyForCausalLM(SavesItsCode, PreTrainedModel, GenerationMixin):  
         )
 
     def _solve(
-        self, e_BTC: Tensor, feed: Feed, position_ids: Tensor, attention_mask: Any, past: Any, passes: int | None
+        self, e_BTC: Tensor, feed: Feed, position_ids: Tensor, attention_mask: Any, past: Any, *, passes: int | None
     ) -> Pass:
         """The pass whose z is the answer; its keys and values are the ones left in the cache."""
         T = e_BTC.shape[1]

@@ -78,12 +78,12 @@ def to_native(source: Path, model: Any, out: Path) -> Path:
 def _native_settings(config: Any, base: BaseTransformerConfig, is_ready: bool, tokenizer: Tokenizer) -> dict[str, Any]:
     """Settings of a model that was made in transformers, without a run of this package."""
     shape = asdict(base.native())
-    kind = {"correction": config.correction, "correction_init": config.correction_init} if is_ready else {}
+    correction = {"correction": config.correction, "correction_init": config.correction_init} if is_ready else {}
     train = TrainConfig(
         data="", out="", block_size=base.max_position_embeddings, passes=config.passes if is_ready else 1
     )
     return {
-        "config": {"model": asdict(ModelConfig(**shape, **kind)), "train": asdict(train)},
+        "config": {"model": asdict(ModelConfig(**shape, **correction)), "train": asdict(train)},
         "progress": asdict(Progress(tokenizer_sha256=tokenizer.sha256)),
     }
 

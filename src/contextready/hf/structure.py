@@ -131,28 +131,28 @@ def _refuse_other_memory(lm: Any) -> None:
         raise ContextReadyError(
             f"{type(lm).__name__} is an encoder-decoder model; only decoders that read left to right can be converted."
         )
-    kinds = set(getattr(config, "layer_types", None) or ()) - {
+    layer_types = set(getattr(config, "layer_types", None) or ()) - {
         "full_attention",
         "sliding_attention",
         "chunked_attention",
     }
-    if kinds or getattr(lm, "_is_stateful", False):
-        what = f"layers of the kind {', '.join(sorted(kinds))}" if kinds else "a state"
+    if layer_types or getattr(lm, "_is_stateful", False):
+        what = f"layers of the kind {', '.join(sorted(layer_types))}" if layer_types else "a state"
         raise ContextReadyError(
             f"{type(lm).__name__} has {what} besides keys and values, which a correction's passes cannot rewind; such "
             "a model cannot be converted."
         )
 
 
-def _with_finish(lm: Any, found: Structure, z_BTC: Tensor, logits_BTV: Tensor) -> Structure | None:
+def _with_finish(lm: Any, structure: Structure, z_BTC: Tensor, logits_BTV: Tensor) -> Structure | None:
     """What turns the projection into the model's logits exactly, among what its configuration names."""
-    raw_BTV, config = found.logits(lm, z_BTC), lm.config.get_text_config()
+    raw_BTV, config = structure.logits(lm, z_BTC), lm.config.get_text_config()
     tries: list[tuple[str, float | None]] = [("none", 1.0)]
-    tries += [(kind, getattr(config, key, None)) for key in SCALES for kind in ("multiply", "divide")]
+    tries += [(finish, getattr(config, key, None)) for key in SCALES for finish in ("multiply", "divide")]
     tries += [("softcap", getattr(config, key, None)) for key in SOFTCAPS]
     for finish, factor in tries:
         if factor and torch.equal(finished(raw_BTV, finish, factor), logits_BTV):
-            return Structure(found.blocks, found.head, finish, float(factor))
+            return Structure(structure.blocks, structure.head, finish, float(factor))
     return None
 
 

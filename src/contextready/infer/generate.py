@@ -194,7 +194,9 @@ class _Row:
             text += self.text.flush() if stopped or full else ""
             stopped = stopped or self.text.stopped
         finish: Finish | None = "stop" if stopped else "length" if full else None
-        self.pieces.append(Piece(self.prompt, self.sample, token, text, logprob, top, finish, None))
+        self.pieces.append(
+            Piece(self.prompt, self.sample, token, text, logprob, top=top, finish=finish, completion=None)
+        )
         return self.pieces[-1]
 
     def completion(self, finish: Finish, state: "State | None", read: ReadInfo) -> Completion:

@@ -36,10 +36,10 @@ class IncrementalText:
 
     def _take(self, text: str, last: bool) -> str:
         self._held += text
-        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if found:
+        matches = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if matches:
             self.stopped = True
-            shown, self._held = self._held[: min(found)[1]], ""
+            shown, self._held = self._held[: min(matches)[1]], ""
             return shown
         keep = 0 if last else max((_overlap(self._held, stop) for stop in self._stops), default=0)
         cut = len(self._held) - keep

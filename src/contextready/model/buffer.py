@@ -40,7 +40,15 @@ class KVBuffer:
 
     @classmethod
     def empty(
-        cls, batch_size: int, capacity: int, layers: int, heads: int, head_size: int, window: int | None, like: Tensor
+        cls,
+        batch_size: int,
+        capacity: int,
+        layers: int,
+        heads: int,
+        head_size: int,
+        *,
+        window: int | None,
+        like: Tensor,
     ) -> "KVBuffer":
         """A buffer that holds nothing, with the dtype and device of `like`."""
         if batch_size < 1 or capacity < 1:
@@ -134,7 +142,7 @@ class KVBuffer:
         `spans` limits some tokens to fewer: from, to, and as many slots.
         """
         index = (positions_BT % self.capacity + self.first_B1).flatten()
-        return Places(self, positions_BT, index, sees, self.capacity if visible is None else visible, spans)
+        return Places(self, positions_BT, index, sees, self.capacity if visible is None else visible, spans=spans)
 
     def _slots(self, positions: range, capacity: int) -> Tensor:
         return torch.arange(positions.start, positions.stop, device=self.held_BN.device) % capacity

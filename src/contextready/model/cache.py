@@ -60,6 +60,7 @@ class KVCache:
         heads: int,
         head_size: int,
         window: int | None,
+        *,
         history: int,
         like: Tensor,
     ) -> "KVCache":

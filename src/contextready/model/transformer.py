@@ -140,13 +140,13 @@ class Transformer(nn.Module):
         """A cache before the first token; `history` is how far a windowed cache can be rolled back."""
         c = self.config
         return KVCache.empty(
-            batch_size, c.layers, c.heads, c.head_size, c.window, history, like=self.unembedding.weight
+            batch_size, c.layers, c.heads, c.head_size, c.window, history=history, like=self.unembedding.weight
         )
 
     def init_buffer(self, batch_size: int, capacity: int) -> KVBuffer:
         """A buffer before the first token; it lets tokens attend from any chosen positions over fixed slots."""
         c, like = self.config, self.unembedding.weight
-        return KVBuffer.empty(batch_size, capacity, c.layers, c.heads, c.head_size, c.window, like=like)
+        return KVBuffer.empty(batch_size, capacity, c.layers, c.heads, c.head_size, window=c.window, like=like)
 
 
 def fill_normal(weight: Tensor, std: float) -> None:

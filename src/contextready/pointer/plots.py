@@ -84,13 +84,15 @@ def draw_staircases(stairs: Sequence[Staircase], levels: int, out: Path) -> list
         if stair.allowed:
             depths, allowed = list(stair.allowed), list(stair.allowed.values())
             axes.step(depths, allowed, where="mid", color="0.6", linestyle="--", label="the receptive field allows")
-        for found, colour, style, name in (
+        for by_depth, colour, style, name in (
             (stair.transformers, "C0", {"linewidth": 1.6}, "transformer"),
             (stair.ready, "C3", {"marker": "*", "markersize": 15, "linestyle": "none"}, "context-ready, BPTT"),
         ):
-            if found:
-                axes.plot(list(found), [float(np.median(found[d])) for d in found], color=colour, label=name, **style)
-            for depth, solved in found.items():
+            if by_depth:
+                axes.plot(
+                    list(by_depth), [float(np.median(by_depth[d])) for d in by_depth], color=colour, label=name, **style
+                )
+            for depth, solved in by_depth.items():
                 # Equal results of several seeds would hide one another.
                 beside = 0.07 * (np.arange(len(solved)) - (len(solved) - 1) / 2)
                 axes.plot(depth + beside, solved, ".", color=colour, markersize=6, alpha=0.7)

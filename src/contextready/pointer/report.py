@@ -47,14 +47,14 @@ def as_markdown(results: Sequence[Result], out: Path) -> str:
 
 def _parallel(results: Sequence[Result], out: Path) -> list[str]:
     """What parallel training comes to, and how its models fare in other numbers of passes than their own."""
-    found = [_accuracies(result, out) for result in results]
+    accuracies = [_accuracies(result, out) for result in results]
     own = []
-    for result, seeds in zip(results, found, strict=True):
+    for result, seeds in zip(results, accuracies, strict=True):
         passes, middle = _passes(result), seeds.get(_median_seed(result))
         own.append(None if passes is None or middle is None else middle[passes])
     columns = {"in K passes": own, "K passes allow": [passes_allow(result) for result in results]}
     tables = [f"Parallel training:\n\n{_table(results, columns)}"]
-    scored = [(result.trial.name, seeds) for result, seeds in zip(results, found, strict=True) if seeds]
+    scored = [(result.trial.name, seeds) for result, seeds in zip(results, accuracies, strict=True) if seeds]
     if scored:
         title = "The same models, read in so many passes; answers right, mean of all levels, for each seed"
         tables.append(f"{title}:\n\n{_by_passes(scored)}")
@@ -64,10 +64,10 @@ def _parallel(results: Sequence[Result], out: Path) -> list[str]:
 def _table(results: Sequence[Result], columns: Mapping[str, Sequence[list[float] | None]] | None = None) -> str:
     """A line for each row; `columns` are further accuracies by level, left out where there are none at all."""
     head = ["model", "levels solved", "steps", "seconds", "accuracy by level"]
-    shown = {title: found for title, found in (columns or {}).items() if any(found)}
+    shown = {title: column for title, column in (columns or {}).items() if any(column)}
     lines = []
     for i in sorted(range(len(results)), key=lambda i: _place(results[i])):
-        further = ["" if (accuracy := found[i]) is None else _written(accuracy) for found in shown.values()]
+        further = ["" if (accuracy := column[i]) is None else _written(accuracy) for column in shown.values()]
         lines.append([*_line(results[i]), *further])
     return aligned([[*head, *shown], *lines])
 
@@ -85,14 +85,14 @@ def _by_passes(models: Sequence[tuple[str, dict[int, Accuracies]]]) -> str:
     head = ["model", *(f"K={k}" for k in PASSES), "streamed"]
     lines = []
     for name, seeds in models:
-        cells = [", ".join(f"{fmean(found[k]):.2f}" for found in seeds.values()) for k in (*PASSES, None)]
+        cells = [", ".join(f"{fmean(accuracies[k]):.2f}" for accuracies in seeds.values()) for k in (*PASSES, None)]
         lines.append([name, *cells])
     return aligned([head, *lines])
 
 
 def _accuracies(result: Result, out: Path) -> dict[int, Accuracies]:
     """Of every seed's newest checkpoint, where there is one."""
-    found = {}
+    accuracies = {}
     for seed in result.outcomes:
         if newest_checkpoint(result.trial.folder(seed, out)) is None:
             continue
@@ -103,24 +103,25 @@ def _accuracies(result: Result, out: Path) -> dict[int, Accuracies]:
         mine: Accuracies = {None: score_levels(model, task, batch).accuracy}
         for k, score in score_passes(model, task, batch, [*PASSES, _passes(result) or 1]).items():
             mine[k] = score.accuracy
-        found[seed] = mine
-    return found
+        accuracies[seed] = mine
+    return accuracies
 
 
 def _median_seed(result: Result) -> int:
     """The lower one, where their number is even."""
-    found = result.outcomes
-    return sorted(found, key=lambda s: (found[s].levels_solved, sum(found[s].accuracy)))[(len(found) - 1) // 2]
+    outcomes = result.outcomes
+    seeds = sorted(outcomes, key=lambda s: (outcomes[s].levels_solved, sum(outcomes[s].accuracy)))
+    return seeds[(len(seeds) - 1) // 2]
 
 
 def _line(result: Result) -> list[str]:
-    found, levels = result.outcomes, task_of(result).levels
+    outcomes, levels = result.outcomes, task_of(result).levels
     return [
         result.trial.name,
-        ", ".join(f"{o.levels_solved}{'*' * (s in result.unfinished)}" for s, o in found.items()) + f" of {levels}",
-        ", ".join(f"{o.step:,}" for o in found.values()),
-        ", ".join(f"{o.seconds:,.0f}" for o in found.values()),
-        _written(found[_median_seed(result)].accuracy),
+        ", ".join(f"{o.levels_solved}{'*' * (s in result.unfinished)}" for s, o in outcomes.items()) + f" of {levels}",
+        ", ".join(f"{o.step:,}" for o in outcomes.values()),
+        ", ".join(f"{o.seconds:,.0f}" for o in outcomes.values()),
+        _written(outcomes[_median_seed(result)].accuracy),
     ]
 
 
@@ -171,7 +172,7 @@ def as_record(results: Sequence[Result]) -> list[dict[str, Any]]:
             "answers": result.trial.answers,
             "config": result.config.as_dict(),
             "window_allows": window_allows(result),
-            "seeds": {str(seed): found._asdict() for seed, found in result.outcomes.items()},
+            "seeds": {str(seed): outcome._asdict() for seed, outcome in result.outcomes.items()},
         }
         for result in results
     ]
@@ -206,10 +207,10 @@ def draw_report(results: Sequence[Result], out: Path) -> list[Path]:
     return written
 
 
-def _told(found: Outcome) -> str:
-    if found.solved:
-        return f"all levels solved at step {found.step:,}"
-    return f"{found.levels_solved} of {len(found.accuracy)} levels solved after {found.step:,} steps"
+def _told(outcome: Outcome) -> str:
+    if outcome.solved:
+        return f"all levels solved at step {outcome.step:,}"
+    return f"{outcome.levels_solved} of {len(outcome.accuracy)} levels solved after {outcome.step:,} steps"
 
 
 def _staircase(table: Sequence[Result], answers: str) -> Staircase | None:

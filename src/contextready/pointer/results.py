@@ -63,9 +63,9 @@ def with_changes(words: Sequence[str], changes: Sequence[str]) -> tuple[str, ...
     return (*(word for word in words if word.partition("=")[0] not in changed), *changes)
 
 
-def is_finished(found: Outcome | None, steps: int) -> bool:
+def is_finished(newest: Outcome | None, steps: int) -> bool:
     """Whether a run has solved everything or used its steps."""
-    return found is not None and (found.solved or found.step >= steps)
+    return newest is not None and (newest.solved or newest.step >= steps)
 
 
 def settings_of(run: Path) -> RunConfig:
@@ -82,9 +82,9 @@ def results_of(trials: Sequence[Trial], out: Path) -> list[Result]:
     results = []
     for trial in trials:
         folders = {seed: trial.folder(seed, out) for seed in trial.seeds(out)}
-        found = {seed: done for seed, folder in folders.items() if (done := outcome(folder)) is not None}
-        if found:
-            made = {seed: settings_of(folders[seed]) for seed in found}
-            unfinished = {seed for seed in found if not is_finished(found[seed], made[seed].train.steps)}
-            results.append(Result(trial, made[min(found)], found, frozenset(unfinished)))
+        outcomes = {seed: done for seed, folder in folders.items() if (done := outcome(folder)) is not None}
+        if outcomes:
+            made = {seed: settings_of(folders[seed]) for seed in outcomes}
+            unfinished = {seed for seed in outcomes if not is_finished(outcomes[seed], made[seed].train.steps)}
+            results.append(Result(trial, made[min(outcomes)], outcomes, frozenset(unfinished)))
     return results

@@ -98,8 +98,8 @@ def _scores(
             right_BQ = (logits_BQV.argmax(dim=-1) == targets_BQ).double()
             nll_BQ = F.cross_entropy(logits_BQV.flatten(0, 1), targets_BQ.flatten(), reduction="none").view_as(right_BQ)
             mine = sums.setdefault(which, torch.zeros(3, task.levels, dtype=torch.float64))
-            for kind, values_BQ in enumerate((torch.ones_like(right_BQ), right_BQ, nll_BQ)):
-                mine[kind].index_add_(0, levels_Q, values_BQ.sum(dim=0))
+            for index, values_BQ in enumerate((torch.ones_like(right_BQ), right_BQ, nll_BQ)):
+                mine[index].index_add_(0, levels_Q, values_BQ.sum(dim=0))
     return [LevelScore(*mine.numpy()) for mine in sums.values()]
 
 

@@ -150,15 +150,15 @@ class PointerTask:
     def _draw(self, rng: np.random.Generator, rows: int, test: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tables of the wanted split: all are drawn alike, and a checksum of a table's content says whose it is."""
         parts: list[tuple[np.ndarray, np.ndarray]] = []
-        found = 0
-        while found < rows:
+        kept = 0
+        while kept < rows:
             count = 2 * rows * (HELD_OUT if test else 1) + 8
             base = rng.integers(self.values, size=(count, self.keys))
             pointers = rng.random((count, self.hops, self.keys)).argsort(axis=2)
             mine = (self._checksum(base, pointers) % HELD_OUT == 0) == test
             parts.append((base[mine], pointers[mine]))
-            found += int(mine.sum())
-            if not found and len(parts) == MOST_ROUNDS:
+            kept += int(mine.sum())
+            if not kept and len(parts) == MOST_ROUNDS:
                 raise ContextReadyError(
                     f"Pointer chasing with hops={self.hops}, keys={self.keys} and values={self.values} has too few "
                     "sequences to keep some apart for the test; give more of them."

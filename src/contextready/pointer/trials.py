@@ -86,11 +86,15 @@ def trials_of(scale: str, parts: Sequence[str]) -> list[Trial]:
         # Parallel trials with settings of their own have a trial through the stream of their own as well.
         others = ("growth",) if s.parallel else ("growth", "parallel")
         compared_in = others if answers == "masked" else ()
-        trials.append(Trial(f"{answers}-d1", "D=1 BPTT", "table", s.ready, (), answers, compared_in=compared_in))
+        trials.append(
+            Trial(f"{answers}-d1", "D=1 BPTT", "table", s.ready, (), answers=answers, compared_in=compared_in)
+        )
         # The deepest take longest: beginning with them leaves no core idle at the end.
         for n in sorted(s.transformers, key=lambda n: (n not in few, -n)):
             recipe, settings = s.transformers[n]
-            trials.append(Trial(f"{answers}-n{n}", f"N={n}", "table", recipe, settings, answers, n, ready=False))
+            trials.append(
+                Trial(f"{answers}-n{n}", f"N={n}", "table", recipe, settings, answers=answers, layers=n, ready=False)
+            )
     for name, (recipe, settings) in s.growth.items():
         trials.append(Trial(f"growth-{_plain(name)}", f"D=1 BPTT, {name}", "growth", recipe, settings))
     first, last = PASSES[0], PASSES[-1]

@@ -220,6 +220,7 @@ def write_rest(
     progress: Progress,
     generators: dict[str, Tensor],
     tokenizer_folder: Path | None,
+    *,
     described: dict[str, Any] | None = None,
 ) -> None:
     """Everything of a checkpoint but weights and moments, and the manifest at last."""
@@ -318,8 +319,8 @@ def prune(run: Path, keep: int, best_step: int | None) -> None:
 
 
 def _other_generators() -> dict[str, Any]:
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    algorithm, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
-        "numpy": [kind, keys.tolist(), position, has_gauss, gauss],  # type: ignore[union-attr]
+        "numpy": [algorithm, keys.tolist(), position, has_gauss, gauss],  # type: ignore[union-attr]
     }

@@ -221,8 +221,10 @@ def with_new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
 def build_run(settings: Mapping[str, Any]) -> RunConfig:
     """Make a run from flat settings of model, training and task together; `vocab_size` must be among them for text."""
     task, settings = split_task(settings)
-    kind = PretrainedModelConfig if settings.get("pretrained") is not None else ModelConfig
-    ours, others = (PRETRAINED_KEYS, MODEL_KEYS) if kind is PretrainedModelConfig else (MODEL_KEYS, PRETRAINED_KEYS)
+    config_class = PretrainedModelConfig if settings.get("pretrained") is not None else ModelConfig
+    ours, others = (
+        (PRETRAINED_KEYS, MODEL_KEYS) if config_class is PretrainedModelConfig else (MODEL_KEYS, PRETRAINED_KEYS)
+    )
     for key in settings:
         if key in others and key not in ours:
             if key in MODEL_KEYS:

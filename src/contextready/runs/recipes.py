@@ -34,8 +34,8 @@ Settings = dict[str, Any]
 @cache
 def paper_experiments() -> dict[str, Settings]:
     """The paper's experiments by name, each with its `models`."""
-    found = {path.stem: _read(path) for path in sorted((FOLDER / "paper").glob("*.yaml"))}
-    return {name: found[name] for name in (*FIRST, *(name for name in found if name not in FIRST))}
+    experiments = {path.stem: _read(path) for path in sorted((FOLDER / "paper").glob("*.yaml"))}
+    return {name: experiments[name] for name in (*FIRST, *(name for name in experiments if name not in FIRST))}
 
 
 def recipe_names() -> list[str]:
@@ -53,9 +53,9 @@ def load_recipe(name: str) -> Settings:
     if "/" not in name and (FOLDER / f"{name}.yaml").is_file():
         return {"out": f"runs/{name}"} | _read(FOLDER / f"{name}.yaml")
     experiment, _, model = name.rpartition("/")
-    for found, settings in paper_experiments().items():
-        if experiment in ("", found) and model in settings["models"]:
-            return _paper_recipe(found, model, settings)
+    for candidate, settings in paper_experiments().items():
+        if experiment in ("", candidate) and model in settings["models"]:
+            return _paper_recipe(candidate, model, settings)
     known = [*recipe_names(), *(name.rpartition("/")[2] for name in recipe_names())]
     raise ContextReadyError(f"There is no recipe '{name}'; {nearest(name, known)} (crt train --list shows all.)")
 
@@ -108,8 +108,13 @@ def _correction_init(settings: Settings) -> str | None:
     begun = newest_checkpoint(Path(settings["out"]))
     if begun is not None:
         return open_checkpoint(begun, verify=False).model_config.correction_init
-    start, kind = settings.get("init_from"), settings.get("correction")
-    if start is None or start.lower() == "none" or kind not in CORRECTIONS or not CORRECTIONS[kind].parts.has_network:
+    start, correction = settings.get("init_from"), settings.get("correction")
+    if (
+        start is None
+        or start.lower() == "none"
+        or correction not in CORRECTIONS
+        or not CORRECTIONS[correction].parts.has_network
+    ):
         return None
     return "zero" if open_checkpoint(Path(start)).native_config.correction is None else None
 

@@ -40,8 +40,8 @@ class Task(Protocol):
 
 def task_class(name: str) -> type[Task]:
     """The settings of a task by its name; the module that provides it has `SETTINGS` and `open_source`."""
-    found: type[Task] = registry.provider("task", name).SETTINGS
-    return found
+    settings_class: type[Task] = registry.provider("task", name).SETTINGS
+    return settings_class
 
 
 def task_keys() -> list[str]:

@@ -64,6 +64,7 @@ def at_fixed_point(
     steps: int | None,
     most: int,
     tolerance: float,
+    *,
     report: Callable[[Adjoint], None],
 ) -> Tensor:
     """z of one differentiable pass that entered with `entered_BTC` (a leaf), with the gradient of the fixed point.

@@ -104,7 +104,7 @@ def prefill(model: ContextReady, tokens_BT: Tensor, state: State | None = None, 
     buffer = model.backbone.init_buffer(B, capacity)
     for row in range(B):
         buffer.load(row, state.cache.select(torch.tensor([row], device=tokens_BT.device)))
-    solved = read_into(model, tokens_BT, buffer, state.position, state.z_prev_B1C, reader, history + 1)
+    solved = read_into(model, tokens_BT, buffer, state.position, state.z_prev_B1C, reader=reader, keep=history + 1)
     caches = [buffer.cache(row, state.position + T, history) for row in range(B)]
     return Prefill(solved.z_BTC[:, -1:], state.advanced(solved.carried_BTC, KVCache.stacked(caches)), solved.info)
 
@@ -122,6 +122,7 @@ def read_into(
     buffer: KVBuffer,
     position: int,
     before_B1C: Tensor,
+    *,
     reader: PromptReader,
     keep: int = 1,
 ) -> Solved:

@@ -105,7 +105,7 @@ class Objective(nn.Module):
             return last.z_BTC, earlier_BTC
         # An adjoint is no better than the point it is taken at: without contraction it grows with every product, so
         # there are no more of them than there were passes.
-        z_BTC = at_fixed_point(last, entered_BTC, self.adjoint_steps, passes, self.adjoint_tolerance, self._note)
+        z_BTC = at_fixed_point(last, entered_BTC, self.adjoint_steps, passes, self.adjoint_tolerance, report=self._note)
         return z_BTC, earlier_BTC
 
     def _note(self, adjoint: Adjoint) -> None:

@@ -60,7 +60,7 @@ def save_checkpoint(
                 if not sharded:
                     write_tensors(staging, weights, moments)
                 described = describe_model(model, config.model)
-                write_rest(staging, config.as_dict(), progress, generators, tokenizer_folder, described)
+                write_rest(staging, config.as_dict(), progress, generators, tokenizer_folder, described=described)
         team.wait()
     if team.is_first:
         prune(run, config.train.keep, progress.best_step)
@@ -96,15 +96,15 @@ def _empty_moments(named: dict[str, nn.Parameter], optimizer: torch.optim.Optimi
             device = p.device if on_device else torch.device("cpu")
             optimizer.state[p] = {
                 "step": torch.zeros((), device=device),
-                **{kind: torch.zeros_like(p.detach()) for kind in MOMENTS if kind != "step"},
+                **{moment: torch.zeros_like(p.detach()) for moment in MOMENTS if moment != "step"},
             }
 
 
 def _moments(named: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {
-        f"{kind}/{name}": value.detach()
+        f"{moment}/{name}": value.detach()
         for name, p in named.items()
-        for kind, value in optimizer.state.get(p, {}).items()
+        for moment, value in optimizer.state.get(p, {}).items()
     }
 
 
@@ -129,5 +129,5 @@ def _restore_generators(checkpoint: Checkpoint, team: Team) -> None:
     others = read_json(checkpoint.folder / "trainer.json")["rng"]
     version, words, gauss = others["python"]
     random.setstate((version, tuple(words), gauss))
-    kind, keys, *rest = others["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    algorithm, keys, *rest = others["numpy"]
+    np.random.set_state((algorithm, np.array(keys, dtype=np.uint32), *rest))

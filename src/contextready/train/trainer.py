@@ -174,7 +174,7 @@ class Trainer:
             saved = self._save(metrics, saved)
         assert saved is not None
         stopped_by = signal_number if p.step < t.steps and not p.solved else None
-        return Result(self.folder, saved, p.step, val_loss, self.team.is_first, stopped_by)
+        return Result(self.folder, saved, p.step, val_loss, self.team.is_first, stopped_by=stopped_by)
 
     def _asked_to_stop(self, interrupts: "Interrupts") -> int | None:
         """The signal that any process received, so that all stop after the same step."""
@@ -270,12 +270,12 @@ class Trainer:
         return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext()
 
     def _describe(self) -> str:
-        kind = "transformer" if self.config.model.correction is None else "context-ready"
+        architecture = "transformer" if self.config.model.correction is None else "context-ready"
         team = "" if self.team.size == 1 else f", {self.team.size} processes ({self.config.train.parallel})"
         precision = "bf16" if self.bf16 else "fp32"
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         frozen = "" if trained == self.account.parameters else f" ({trained:,} trained)"
-        return f"{self.account.parameters:,} parameters{frozen}, {kind}, {self.device}, {precision}{team}"
+        return f"{self.account.parameters:,} parameters{frozen}, {architecture}, {self.device}, {precision}{team}"
 
 
 class Interrupts:

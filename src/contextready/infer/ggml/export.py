@@ -79,7 +79,7 @@ def export(
 
 def engine_score(engine: Engine, sequences: Sequences, count: int) -> Score:
     """Score the first `count` sequences as an engine streams them, as many at once as it has rows."""
-    found: list[float] = []
+    losses: list[float] = []
     for first in range(0, count, engine.rows):
         indices = np.arange(first, min(first + engine.rows, count))
         inputs_BT, targets_BT = (ids.numpy() for ids in sequences.read(indices))
@@ -93,5 +93,5 @@ def engine_score(engine: Engine, sequences: Sequences, count: int) -> Score:
             largest_B1 = logits_BV.max(axis=1, keepdims=True)
             total_B = np.log(np.exp(logits_BV - largest_B1).sum(axis=1)) + largest_B1[:, 0]
             losses_B += total_B - logits_BV[np.arange(len(indices)), targets_BT[:, t]]
-        found += (losses_B / sequences.block_size).tolist()
-    return Score(np.array(found))
+        losses += (losses_B / sequences.block_size).tolist()
+    return Score(np.array(losses))

@@ -211,7 +211,7 @@ def read_gguf(path: str | Path) -> Exported:
         )
     config, trained_length = _read_fields(fields, path)
     _check_weights(config, weights, path)
-    return Exported(path, config, trained_length, fields.get(TOKENIZER_KEY), fields.get(END_KEY), weights)
+    return Exported(path, config, trained_length, fields.get(TOKENIZER_KEY), fields.get(END_KEY), weights=weights)
 
 
 def _describe(model: "ContextReady") -> "tuple[ExportedConfig, dict[str, Tensor]]":

@@ -76,7 +76,7 @@ class Buffers:
             np.zeros((rows, c.head_size // 2), np.float32),
             np.zeros((rows, c.width), np.float32),
             np.zeros((rows, c.vocab_size), np.float32),
-            tuple(np.zeros((rows, 2 * c.heads, slots, c.head_size), np.float32) for _ in range(c.layers)),
+            kv=tuple(np.zeros((rows, 2 * c.heads, slots, c.head_size), np.float32) for _ in range(c.layers)),
         )
 
 
@@ -146,7 +146,9 @@ class StepGraph:
         ]
         h_RC = x_RC
         for i, kv in enumerate(buffers.kv):
-            attended_RC = self._attention(i, h_RC, self._wrap(ggml.GGML_TYPE_F32, kv[rows]), slots, one, angles, masks)
+            attended_RC = self._attention(
+                i, h_RC, self._wrap(ggml.GGML_TYPE_F32, kv[rows]), slots, one, angles=angles, masks=masks
+            )
             a_RC = ggml.ggml_add(context, h_RC, attended_RC)
             h_RC = ggml.ggml_add(context, a_RC, self._ffn(f"layers.{i}.ffn", self._norm(f"layers.{i}.ffn_norm", a_RC)))
         if c.extra_ffn:
@@ -167,7 +169,7 @@ class StepGraph:
         correction = find_correction(self._config.correction)(formula, formula.value(carried_RC), formula.value(e_RC))
         return e_RC if correction is None else self._ggml.ggml_add(self._context, e_RC, correction.tensor)
 
-    def _attention(self, i: int, h_RC: Any, kv: Any, slots: Any, one: Any, angles: list[Any], masks: Any) -> Any:
+    def _attention(self, i: int, h_RC: Any, kv: Any, slots: Any, one: Any, *, angles: list[Any], masks: Any) -> Any:
         ggml, context, c = self._ggml, self._context, self._config
         H, E, R = c.heads, c.head_size, self._R
         head, row = E * FLOAT, 3 * c.width * FLOAT
