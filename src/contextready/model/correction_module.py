@@ -19,6 +19,7 @@ class CorrectionModule(nn.Module):
     def __init__(self, definition: Correction, backbone: "Backbone", bias: bool = False) -> None:
         super().__init__()
         self.definition, self.width = definition, backbone.width
+        self.carries_residual = definition.carries_residual
         parts, C = definition.parts, backbone.width
         for name, size in parts.norms.items():
             self.add_module(name, nn.LayerNorm(size * C, bias=bias))
@@ -37,7 +38,7 @@ class CorrectionModule(nn.Module):
 
     def carry(self, x_BTC: Tensor, z_BTC: Tensor) -> Tensor:
         """What a position leaves for the next one, given the blocks' input x and output z."""
-        return z_BTC - x_BTC if self.definition.carries_residual else z_BTC
+        return z_BTC - x_BTC if self.carries_residual else z_BTC
 
     def fits(self, backbone: "Backbone") -> bool:
         """Whether this correction was made for such a backbone: the very one, where they share weights."""
@@ -46,7 +47,7 @@ class CorrectionModule(nn.Module):
 
     def LN(self, x: Tensor, name: str = "norm") -> Tensor:
         """A layer norm of the formula."""
-        normed: Tensor = self.get_submodule(name)(x)
+        normed: Tensor = getattr(self, name)(x)
         return normed
 
     def corr_ffn(self, x: Tensor) -> Tensor:

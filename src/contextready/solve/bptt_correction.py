@@ -115,7 +115,7 @@ class StepCorrection:
 
     def carry_backward(self, dcarried_BC: Tensor) -> tuple[Tensor | None, Tensor]:
         """Gradients of x and of z."""
-        return -dcarried_BC if self.correction.definition.carries_residual else None, dcarried_BC
+        return -dcarried_BC if self.correction.carries_residual else None, dcarried_BC
 
     def gather(self) -> Gradients:
         for step in self.steps:

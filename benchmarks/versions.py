@@ -1,0 +1,242 @@
+"""Two versions of this package side by side, in one run: is the newer one as fast? Ends with one JSON line.
+
+    git worktree add ../before v0.1.0 && make -C ../before lint     # another checkout with its own .venv
+    python benchmarks/versions.py ../before
+
+Each version has a process of its own, with its own environment, that waits for tasks: K-pass forward and backward,
+streaming steps, training steps of every gradient mode, sequential evaluation, engine steps, prompts. The two take turns
+at every task, call by call, so that a slow moment of the machine hits both; short tasks get more rounds. A ratio above
+1 means that this version is faster. `import contextready` is timed against `import torch` in fresh interpreters.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent.parent
+V, T, PASSES = 1024, 256, 5
+ROUNDS = 15
+SECONDS = 20.0
+"""A task is repeated until both versions together have spent this long on it, at least for so many rounds."""
+
+Task = Callable[[], object]
+
+
+def tasks(scratch: Path) -> dict[str, Task]:
+    """What to time, by name, with either version's modules; runs in the version's own process."""
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+
+    from contextready import ModelConfig, build_model
+
+    try:
+        from contextready.data.batches import Sequences
+        from contextready.infer.ggml.engine import GgmlEngine
+        from contextready.infer.ggml.file import write_gguf
+        from contextready.measure.perplexity import sequential_score
+        from contextready.runs.config import build_run
+    except ImportError:  # version 0.1.0
+        from contextready.analysis.perplexity import sequential_score
+        from contextready.infer.ggml_engine import GgmlEngine
+        from contextready.infer.gguf_file import write_gguf
+        from contextready.train.config import build_run
+
+        from contextready.data.batches import Windows as Sequences
+    from contextready.infer.torch_engine import torch_engine
+    from contextready.train.objective import Objective
+
+    torch.manual_seed(0)
+    named: dict[str, Task] = {}
+
+    def model_of(layers: int, width: int, correction: str | None = "add", vocab_size: int = V) -> Any:
+        config = ModelConfig(
+            vocab_size, width, layers, heads=16 if width == 1120 else max(1, width // 64), correction=correction
+        )
+        return build_model(config)
+
+    def passes_of(model: Any, k: int) -> Task:
+        tokens, targets = torch.randint(V, (8, T)), torch.randint(V, (8 * T,))
+
+        def run() -> None:
+            logits = model(tokens, k) if k > 1 else model(tokens)
+            F.cross_entropy(logits.flatten(0, 1), targets).backward()
+            model.zero_grad(set_to_none=True)
+
+        return run
+
+    for layers, width in ((1, 256), (4, 256), (1, 512)):
+        named[f"K={PASSES} forward and backward, D={layers} C={width}"] = passes_of(model_of(layers, width), PASSES)
+    named["transformer forward and backward, N=4 C=256"] = passes_of(model_of(4, 256, None), 1)
+
+    def steps_of(model: Any) -> Task:
+        token = torch.zeros(1, 1, dtype=torch.long)
+        with torch.inference_mode():
+            _, warm = model.stream(torch.zeros(1, 64, dtype=torch.long), model.init_state(1))
+
+        @torch.inference_mode()
+        def run() -> None:
+            state = warm
+            for _ in range(20):
+                _, state = model.stream(token, state)
+
+        return run
+
+    for layers, width in ((1, 256), (4, 256), (4, 512)):
+        named[f"20 streaming steps, D={layers} C={width}"] = steps_of(model_of(layers, width).eval())
+
+    def gradient_of(gradient: str) -> Task:
+        model, tokens = model_of(2, 256), torch.randint(V, (8, 128))
+        objective, k = Objective(model, gradient=gradient), None if gradient == "bptt" else 4
+
+        def run() -> None:
+            objective.backward(tokens, tokens, k)
+            model.zero_grad(set_to_none=True)
+
+        return run
+
+    for gradient in ("unroll", "truncated", "implicit", "bptt"):
+        named[f"gradient={gradient}, D=2 C=256"] = gradient_of(gradient)
+
+    ids = np.random.default_rng(0).integers(1, V, 64 * T + 1).astype("<u2")
+
+    class Split:
+        """As much of prepared data as a score reads."""
+
+        def __len__(self) -> int:
+            return len(ids)
+
+        def read(self, start: int, count: int) -> Any:
+            return ids[start : start + count]
+
+    streaming = model_of(1, 128).eval()
+    named["sequential evaluation, 64 × 256 tokens, D=1 C=128"] = lambda: sequential_score(
+        streaming, Sequences(Split(), T), 64
+    )
+
+    def decode(engine: Any, count: int) -> Task:
+        prompt = torch.randint(V, (256,)).tolist()
+
+        def run() -> None:
+            engine.load(0, None)
+            engine.read(0, prompt[:8])
+            for token in prompt[8 : 8 + count]:
+                engine.step([token])
+
+        return run
+
+    decoded = model_of(5, 1120).eval()
+    small = model_of(1, 256).eval()
+    named["eager engine, 16 steps, D=5 C=1120"] = decode(torch_engine(decoded, capacity=256), 16)
+    named["eager engine, 100 steps, D=1 C=256"] = decode(torch_engine(small, capacity=256), 100)
+    named["compiled engine, 100 steps, D=1 C=256"] = decode(torch_engine(small, "compiled", capacity=256), 100)
+    for precision in ("f32", "q8_0"):
+        write_gguf(decoded, scratch / f"{precision}.gguf", 256, precision)
+        engine = GgmlEngine(scratch / f"{precision}.gguf", capacity=256, threads=2)
+        named[f"ggml {precision}, 32 steps, D=5 C=1120"] = decode(engine, 32)
+
+    # A model that contracts, as trained ones do: large embeddings, a small correction.
+    settled = model_of(2, 256).eval()
+    with torch.no_grad():
+        settled.backbone.embedding.weight.mul_(20.0)
+        settled.correction.ffn.down.weight.mul_(0.3)
+    prompt = torch.randint(V, (1024,)).tolist()
+
+    def read_by(solver: str) -> Task:
+        engine = torch_engine(settled, capacity=1024, solver=solver, **({"segment": 32} if solver == "sweep" else {}))
+
+        def run() -> None:
+            engine.load(0, None)
+            engine.read(0, prompt)
+
+        return run
+
+    for solver in ("sweep", "jacobi", "sequential"):
+        named[f"a prompt of 1,024 tokens by {solver}, D=2 C=256"] = read_by(solver)
+    shape = {"vocab_size": V, "width": 128, "layers": 1, "heads": 2, "correction": "add"}
+    named["settings of a run"] = lambda: [build_run(shape | {"data": "d", "out": "o"}) for _ in range(100)]
+    return named
+
+
+def work() -> None:
+    """Wait for the names of tasks, and answer with their seconds."""
+    import time
+
+    import torch
+
+    torch.set_num_threads(2)
+    with tempfile.TemporaryDirectory() as scratch:
+        named = tasks(Path(scratch))
+        print(json.dumps(list(named)), flush=True)
+        for line in sys.stdin:
+            start = time.perf_counter()
+            named[json.loads(line)]()
+            print(json.dumps(time.perf_counter() - start), flush=True)
+
+
+class Version:
+    """A process with one version."""
+
+    def __init__(self, checkout: Path) -> None:
+        self.python = checkout.resolve() / ".venv" / "bin" / "python"
+        command = [self.python, __file__, "--work"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.tasks: list[str] = self._answer()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def seconds(self, task: str) -> float:
+        """Do a task once."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(task) + "\n")
+        self.process.stdin.flush()
+        return float(self._answer())
+
+    def import_seconds(self, module: str) -> float:
+        """Import a module in a fresh interpreter, which times it."""
+        script = f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
+        return float(subprocess.run([self.python, "-c", script], check=True, capture_output=True, text=True).stdout)
+
+
+def main() -> None:
+    """Let both versions take turns at every task."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("other", type=Path, nargs="?", help="another checkout, with its own .venv")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of each task, at least")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for each task, about, if that is more rounds")
+    parser.add_argument("--only", default="", help="tasks whose name has this in it")
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work()
+        return
+    this, other = Version(HERE), Version(options.other)
+    rows = []
+    for task in (task for task in this.tasks if task in other.tasks and options.only in task):
+        once = sum(version.seconds(task) for version in (this, other))
+        once = min(once, sum(version.seconds(task) for version in (this, other)))
+        ours, theirs = [], []
+        for number in range(max(options.rounds, round(options.seconds / once))):
+            order = (this, other) if number % 2 == 0 else (other, this)
+            for version in order:
+                (ours if version is this else theirs).append(version.seconds(task))
+        ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+        rows.append({"task": task, "ms": 1e3 * statistics.median(ours), "other_over_this": ratio})
+        print(f"{ratio:6.3f}  {1e3 * statistics.median(ours):9.2f} ms  {task}", flush=True)
+    imports = []
+    for _ in range(5):
+        imports.append(this.import_seconds("torch, contextready.model.context_ready") / this.import_seconds("torch"))
+    print(f"import of torch and the model takes {statistics.median(imports):.3f} × import torch")
+    print(json.dumps({"benchmark": "versions", "tasks": rows, "import_over_torch": statistics.median(imports)}))
+
+
+if __name__ == "__main__":
+    main()
