@@ -1,6 +1,7 @@
 """Hugging Face: context-ready models there, and any pretrained causal language model made context-ready.
 
-Importing anything from here registers the classes with Hugging Face's Auto classes.
+May import train, runs and what is under them; not bench or pointer. Importing a class from here registers all of them
+with Hugging Face's Auto classes.
 """
 
 from typing import Any
