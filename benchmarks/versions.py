@@ -1,12 +1,14 @@
 """Two versions of this package side by side, in one run: is the newer one as fast? Ends with one JSON line.
 
-    git worktree add ../before v0.1.0 && make -C ../before lint     # another checkout with its own .venv
+    git worktree add ../before TAG && make -C ../before lint     # another checkout with its own .venv
     python benchmarks/versions.py ../before
 
 Each version has a process of its own, with its own environment, that waits for tasks: K-pass forward and backward,
 streaming steps, training steps of every gradient mode, sequential evaluation, engine steps, prompts. The two take turns
-at every task, call by call, so that a slow moment of the machine hits both; short tasks get more rounds. A ratio above
-1 means that this version is faster. `import contextready` is timed against `import torch` in fresh interpreters.
+at every task, call by call, so that a slow moment of the machine hits both, and several pairs of processes follow one
+another, because two processes of the very same code can differ by some percent. A ratio above 1 means that this version
+is faster. ggml's tasks run the same code in both, so theirs show what is noise. `import contextready` is timed against
+`import torch` in fresh interpreters.
 """
 
 import argparse
@@ -21,9 +23,9 @@ from typing import Any
 
 HERE = Path(__file__).parent.parent
 V, T, PASSES = 1024, 256, 5
-ROUNDS = 15
-SECONDS = 20.0
-"""A task is repeated until both versions together have spent this long on it, at least for so many rounds."""
+ROUNDS = 5
+SECONDS = 4.0
+"""A pair repeats a task until both have spent this long on it together, at least for so many rounds."""
 
 Task = Callable[[], object]
 
@@ -200,6 +202,11 @@ class Version:
         self.process.stdin.flush()
         return float(self._answer())
 
+    def close(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.wait()
+
     def import_seconds(self, module: str) -> float:
         """Import a module in a fresh interpreter, which times it."""
         script = f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
@@ -210,7 +217,8 @@ def main() -> None:
     """Let both versions take turns at every task."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path, nargs="?", help="another checkout, with its own .venv")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of each task, at least")
+    parser.add_argument("--pairs", type=int, default=4, help="pairs of fresh processes")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of each task and pair, at least")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for each task, about, if that is more rounds")
     parser.add_argument("--only", default="", help="tasks whose name has this in it")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
@@ -218,19 +226,28 @@ def main() -> None:
     if options.work:
         work()
         return
-    this, other = Version(HERE), Version(options.other)
+    ratios: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
+    for pair in range(options.pairs):
+        print(f"pair {pair + 1} of {options.pairs}", flush=True)
+        # Which process starts first decides where its memory lies, so the two take turns at that as well.
+        versions = [Version(checkout) for checkout in ((HERE, options.other), (options.other, HERE))[pair % 2]]
+        this, other = versions if pair % 2 == 0 else versions[::-1]
+        for task in (task for task in this.tasks if task in other.tasks and options.only in task):
+            once = sum(version.seconds(task) for version in versions)
+            once = min(once, sum(version.seconds(task) for version in versions))
+            for number in range(max(options.rounds, round(options.seconds / once))):
+                taken = {version: version.seconds(task) for version in (versions if number % 2 else versions[::-1])}
+                ratios.setdefault(task, []).append(taken[other] / taken[this])
+                times.setdefault(task, []).append(taken[this])
+        for version in versions:
+            version.close()
     rows = []
-    for task in (task for task in this.tasks if task in other.tasks and options.only in task):
-        once = sum(version.seconds(task) for version in (this, other))
-        once = min(once, sum(version.seconds(task) for version in (this, other)))
-        ours, theirs = [], []
-        for number in range(max(options.rounds, round(options.seconds / once))):
-            order = (this, other) if number % 2 == 0 else (other, this)
-            for version in order:
-                (ours if version is this else theirs).append(version.seconds(task))
-        ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
-        rows.append({"task": task, "ms": 1e3 * statistics.median(ours), "other_over_this": ratio})
-        print(f"{ratio:6.3f}  {1e3 * statistics.median(ours):9.2f} ms  {task}", flush=True)
+    for task, all_ratios in ratios.items():
+        low, middle, high = statistics.quantiles(all_ratios, n=4)
+        milliseconds = 1e3 * statistics.median(times[task])
+        rows.append({"task": task, "ms": milliseconds, "other_over_this": middle, "quartiles": [low, high]})
+        print(f"{middle:6.3f} ({low:.3f} to {high:.3f})  {milliseconds:9.2f} ms  {task}", flush=True)
     imports = []
     for _ in range(5):
         imports.append(this.import_seconds("torch, contextready.model.context_ready") / this.import_seconds("torch"))

@@ -221,3 +221,16 @@ def test_the_gradients_benchmark_ends_with_one_json_line():
     assert {row["mode"].split()[0].strip(",") for row in result["rows"]} == {"unroll", "truncated", "implicit", "bptt"}
     assert all(row["units"] > 0 and row["bytes"] > 0 and row["planned"] > 0 for row in result["rows"])
     assert all(row["ratio"] > 0 for row in result["streams"])
+
+
+@pytest.mark.slow
+def test_the_versions_benchmark_compares_a_checkout_with_itself():
+    root = Path(__file__).parent.parent.parent
+    if Path(sys.prefix).resolve() != (root / ".venv").resolve():
+        pytest.skip("it runs the .venv of a checkout, and these tests run in another environment")
+    command = [sys.executable, str(root / "benchmarks" / "versions.py"), str(root), "--pairs", "1", "--rounds", "2"]
+    done = subprocess.run([*command, "--seconds", "0"], capture_output=True, text=True, check=True)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert len(result["tasks"]) > 20
+    assert all(row["other_over_this"] > 0 for row in result["tasks"])
+    assert result["import_over_torch"] > 0
