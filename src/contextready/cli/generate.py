@@ -57,7 +57,7 @@ def add(verbs: Verbs) -> None:
     )
     generate.add_argument("--engine", help="eager, compiled, or ggml for exported files (default: eager)")
     generate.add_argument("--solver", help="how prompts are read: sweep, jacobi or sequential (default: sweep)")
-    generate.add_argument("--tolerance", type=float, help="error that sweep and jacobi may leave (default: 0.03)")
+    generate.add_argument("--tolerance", type=float, help="error that sweep and jacobi may leave (default: 0.05)")
     generate.add_argument("--chunk", type=int, help="tokens of a prompt solved at once (default: 4096)")
     generate.add_argument("--state", type=Path, help="go on from a saved session")
     generate.add_argument("--rollback", type=int, default=0, metavar="N", help="first take back its last N tokens")
