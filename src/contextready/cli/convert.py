@@ -17,7 +17,7 @@ def add(verbs: Verbs) -> None:
         "Give a pretrained causal language model a correction that starts at zero: the same function, ready\n"
         "to be fine-tuned, in the format of Hugging Face. A run or checkpoint of this package is written in\n"
         "that format as well, and such a folder as a checkpoint again.",
-        f"corrections:\n{describe_corrections()}\n\n"
+        f"corrections:\n{describe_corrections(with_network=True)}\n\n"
         "examples:\n"
         "  crt convert HuggingFaceTB/SmolLM2-135M smollm2-crt\n"
         "  crt convert model.gguf model-crt --correction concat\n"

@@ -161,9 +161,10 @@ def check_correction(name: str | None, init: str) -> None:
         )
 
 
-def describe_corrections() -> str:
-    """Help text: every correction and its formula."""
-    return "\n".join(f"  {name:<18}{correction.formula}" for name, correction in CORRECTIONS.items())
+def describe_corrections(with_network: bool = False) -> str:
+    """Help text: every correction and its formula, or only those whose own network can start at zero."""
+    listed = {name: c for name, c in CORRECTIONS.items() if c.parts.has_network or not with_network}
+    return "\n".join(f"  {name:<18}{correction.formula}" for name, correction in listed.items())
 
 
 class Width:
