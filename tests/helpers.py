@@ -1,17 +1,17 @@
-"""Small models with every weight randomised, and their translation for the oracle."""
+"""Small models in which every weight is random, and their conversion for the oracle."""
 
 import reference
 import torch
 
 from contextready import CORRECTIONS, ModelConfig, build_model
 
-KINDS = tuple(name for name in CORRECTIONS if name != "memoryless")  # which has no past to be wrong about
-# z_{-1} = 0 gives these two no correction at position 0 (without biases), so one more position is exact.
+KINDS = tuple(name for name in CORRECTIONS if name != "memoryless")  # memoryless does not depend on the past
+# Without biases, z_{-1} = 0 gives these two no correction at position 0, so one more position is exact.
 SILENT_AT_START = ("blind", "block_head")
 
 
 def randomise(model, seed=0, gain=1.0):
-    """Every weight random, norms and biases too, so that no test passes because something is zero or one."""
+    """Make every weight random, including norms and biases, so that no test passes because something is 0 or 1."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Models whose prompts settle, backbones that hide their inside, and what a state must be equal in."""
+"""Models whose prompts converge quickly, an opaque backbone, and comparisons of states."""
 
 import torch
 from helpers import gap, random_tokens, small_model
@@ -11,11 +11,11 @@ from contextready.solve.prefill import buffer_capacity
 from contextready.solve.sweep import Chunk
 
 STEP = 4
-"""The segment of most tests."""
+"""The segment length of most tests."""
 
 
 def settling_model(kind="add", **changes):
-    """A model of any kind whose passes settle quickly: large embeddings, small branches."""
+    """A model with this correction whose passes converge quickly: large embeddings, small branches."""
     model = small_model(correction=kind, **changes)
     with torch.no_grad():
         model.backbone.embedding.weight.mul_(6.0)
@@ -26,7 +26,7 @@ def settling_model(kind="add", **changes):
 
 
 class Wrapped:
-    """Some other backbone: a transformer whose inside no one knows."""
+    """Another backbone: a transformer whose internals are hidden."""
 
     def __init__(self, inner):
         for name in ("width", "embed", "blocks", "head", "init_cache", "parameters"):
@@ -66,13 +66,13 @@ def state_after(chunk, state):
 
 
 def read(model, tokens, state=None):
-    """z of every token and the state after them, one by one."""
+    """z of every token, read one at a time, and the state after them."""
     with torch.inference_mode():
         return model.read(model.backbone.embed(tokens), state or model.init_state(len(tokens)))
 
 
 def assert_same_state(model, found, expected, tolerance):
-    """Keys, values, carried, history, position; and what is streamed from there, and from one token before."""
+    """Compare keys, values, carried vectors, history and position, and streams from there and from one token before."""
     assert (found.position, found.history) == (expected.position, expected.history)
     assert (found.cache.window, found.cache.keep) == (expected.cache.window, expected.cache.keep)
     assert found.carried_BRC.shape == expected.carried_BRC.shape

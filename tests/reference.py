@@ -1,4 +1,4 @@
-"""A slow, literal, independent reading of the paper's equations, with loops over positions, heads and pairs.
+"""A slow, literal, independent implementation of the paper's equations, with loops over positions, heads and pairs.
 
 It shares no code with the package and uses numpy only. Names follow the paper: e, z, D, K, correction.
 """

@@ -1,15 +1,19 @@
-"""Folders that are whole or absent, checksums, locks, and packages that are not installed."""
+"""Complete files and folders, their modes, checksums, locks, optional packages, and hints in error messages."""
 
 import errno
 import fcntl
 import hashlib
 import json
 import os
+import stat
+import tempfile
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from contextready.errors import ContextReadyError
-from contextready.extras import require
+from contextready.errors import ContextReadyError, nearest
+from contextready.extras import install_command, require
 from contextready.files import (
     check_sums,
     describe_file,
@@ -19,13 +23,14 @@ from contextready.files import (
     read_json,
     read_manifest,
     remove_folder,
+    staged_file,
     staged_folder,
     write_json,
     write_manifest,
 )
 
 
-def test_a_folder_appears_when_it_is_whole(tmp_path):
+def test_a_folder_appears_when_it_is_complete(tmp_path):
     target = tmp_path / "new" / "folder"
     with staged_folder(target) as staging:
         (staging / "a").write_text("content")
@@ -52,6 +57,63 @@ def test_every_file_is_on_the_disk_before_the_rename(tmp_path, monkeypatch):
     assert (tmp_path.stat().st_ino, True) in synced
 
 
+@pytest.fixture(params=[0o022, 0o027], ids=oct)
+def mode_of_new_files(request):
+    """Set the umask, and give the mode that files should have."""
+    earlier = os.umask(request.param)
+    yield 0o666 & ~request.param
+    os.umask(earlier)
+
+
+def write_privately(path):
+    """Write as safetensors does: to a temporary file that only its owner can read."""
+    handle, name = tempfile.mkstemp(dir=path.parent)
+    os.write(handle, b"content")
+    os.close(handle)
+    os.rename(name, path)
+
+
+def mode_of(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_all_files_of_a_folder_obey_the_umask(tmp_path, mode_of_new_files):
+    with staged_folder(tmp_path / "out") as staging:
+        save_file({"weight": torch.zeros(2)}, staging / "model.safetensors")
+        (staging / "config.json").write_text("{}")
+        (staging / "below").mkdir()
+        write_privately(staging / "below" / "private")
+        (staging / "executable").touch(mode=0o777)
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert len(files) == 4
+    assert {mode_of(path) for path in files} == {mode_of_new_files}
+
+
+def test_a_single_file_obeys_the_umask(tmp_path, mode_of_new_files):
+    for _ in range(2):  # new, and over an earlier file
+        with staged_file(tmp_path / "file") as staging:
+            write_privately(staging)
+        assert mode_of(tmp_path / "file") == mode_of_new_files
+    with staged_file(tmp_path / "weights") as staging:
+        save_file({"weight": torch.zeros(2)}, staging)
+    assert mode_of(tmp_path / "weights") == mode_of_new_files
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "weights"}
+
+
+def test_a_link_is_kept_and_its_target_is_not_changed(tmp_path):
+    write_privately(tmp_path / "theirs")
+    with staged_folder(tmp_path / "out") as staging:
+        (staging / "link").symlink_to(tmp_path / "theirs")
+    assert (tmp_path / "out" / "link").is_symlink()
+    assert mode_of(tmp_path / "theirs") == 0o600
+
+
+def test_a_file_that_was_not_written_is_an_error(tmp_path):
+    with pytest.raises(ContextReadyError, match="could not be written"), staged_file(tmp_path / "file"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
 def fill_and_fail(target, error):
     with staged_folder(target) as staging:
         (staging / "a").write_text("half")
@@ -74,7 +136,7 @@ def test_what_a_killed_process_left_is_cleared(tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
 
 
-def test_a_folder_that_came_in_between_is_kept(tmp_path):
+def test_a_folder_created_in_the_meantime_is_kept(tmp_path):
     out = tmp_path / "out"
     staged = staged_folder(out)
     (staged.__enter__() / "mine").touch()
@@ -99,12 +161,12 @@ class SafetensorError(Exception):
     ],
 )
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, error):
-    with pytest.raises(ContextReadyError, match=r"The disk is full: .*out was not written"):
+    with pytest.raises(ContextReadyError, match=r"The disk is full, so .*out was not written"):
         fill_and_fail(tmp_path / "out", error)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_errors_are_no_full_disk():
+def test_other_errors_do_not_mean_a_full_disk():
     assert not is_disk_full(OSError(errno.EACCES, "Permission denied"))
     assert not is_disk_full(SafetensorError("header too large"))
     assert not is_disk_full(ValueError("os error 28"))
@@ -148,10 +210,10 @@ def test_changed_files_are_refused(described):
     with pytest.raises(ContextReadyError, match="a does not match its checksum"):
         check_sums(described, manifest)
     (described / "a").write_bytes(b"123")
-    with pytest.raises(ContextReadyError, match="a has 3 bytes instead of 4: the folder is damaged"):
+    with pytest.raises(ContextReadyError, match=r"a has 3 bytes instead of 4\. The folder is damaged"):
         read_manifest(described, "kind", "a thing")
     (described / "a").unlink()
-    with pytest.raises(ContextReadyError, match="a is missing: the folder is damaged"):
+    with pytest.raises(ContextReadyError, match=r"a is missing\. The folder is damaged"):
         read_manifest(described, "kind", "a thing")
 
 
@@ -159,9 +221,9 @@ def test_changed_files_are_refused(described):
     ("content", "message"),
     [
         (None, "is not a thing: it has no manifest.json"),
-        (b"[]", "is not a thing: its manifest.json is of another kind"),
-        (b'{"format": "other", "version": 1}', "its manifest.json is of another kind"),
-        (b'{"format": "kind", "version": 7}', r"newer contextready \(version 7\)"),
+        (b"[]", "is not a thing: its manifest.json has another format"),
+        (b'{"format": "other", "version": 1}', "its manifest.json has another format"),
+        (b'{"format": "kind", "version": 7}', "format version 7, which needs a newer contextready"),
         (b'{"format": ', "manifest.json cannot be read as JSON: "),
         (b"\xff", "manifest.json cannot be read as JSON: "),
     ],
@@ -186,7 +248,7 @@ def test_json_is_replaced_in_one_step(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_lock_keeps_others_out_and_is_let_go(tmp_path):
+def test_a_lock_keeps_others_out_and_is_released(tmp_path):
     lock = tmp_path / "new" / ".lock"
     with locked(lock, "writing it"):
         with (
@@ -200,20 +262,36 @@ def test_a_lock_keeps_others_out_and_is_let_go(tmp_path):
         pass
 
 
-def test_packages_that_are_there_are_imported():
+def test_installed_packages_are_imported():
     assert require("json", "data") is json
 
 
 @pytest.mark.parametrize("module", ["no_such_package", "no_such_package.part"])
-def test_packages_that_are_missing_are_named_with_their_extra(module):
+def test_missing_packages_are_named_with_the_command_that_installs_them(module):
     with pytest.raises(ContextReadyError) as refusal:
         require(module, "plot")
-    sentence = "This needs the package no_such_package; install it with: pip install 'contextready[plot]'."
-    assert str(refusal.value) == sentence
+    assert str(refusal.value).startswith("The package no_such_package is not installed; install it with: pip install ")
+    assert str(refusal.value).endswith(install_command("plot"))
 
 
-def test_a_package_that_is_broken_itself_is_not_called_missing(tmp_path, monkeypatch):
+def test_a_broken_package_is_not_reported_as_missing(tmp_path, monkeypatch):
     (tmp_path / "broken_package.py").write_text("import a_dependency_of_it")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="a_dependency_of_it"):
         require("broken_package", "plot")
+
+
+def test_a_close_name_is_suggested():
+    assert nearest("wdth", ["width", "heads"]) == "did you mean 'width'?"
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_a_few_valid_names_are_all_listed(count):
+    names = [f"name{i}" for i in range(count)]
+    assert nearest("?", names) == f"choose one of: {', '.join(names)}."
+
+
+@pytest.mark.parametrize("count", [13, 5000])
+def test_of_many_valid_names_the_first_are_listed(count):
+    names = tuple(f"name{i}" for i in range(count))
+    assert nearest("?", names) == f"choose one of: {', '.join(names[:12])}, … ({count} in all)."

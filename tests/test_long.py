@@ -1,4 +1,4 @@
-"""Minutes, not seconds: `make slow`."""
+"""Tests that take minutes; run them with `make slow`."""
 
 import resource
 from itertools import islice
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 @torch.inference_mode()
 def test_a_windowed_stream_of_20000_tokens_holds_constant_memory_and_stays_exact():
-    # A contractive model: in an expansive one rounding itself grows along the sequence, as in any chaotic recurrence.
+    # The model is contractive, because in an expansive one rounding errors grow along the sequence.
     model = contractive_model(width=32, heads=4, window=24)
     tokens = torch.randint(23, (1, 20_000), generator=torch.Generator().manual_seed(0))
     streamed, chunked, full = model.init_state(1), model.init_state(1), None

@@ -1,4 +1,4 @@
-"""Over random shapes, windows, heads and chunkings: streaming, chunked solving and parallel passes are one function."""
+"""For random shapes, windows, heads and chunks, streaming, chunked solving and parallel passes compute the same."""
 
 import torch
 from helpers import KINDS, gap, randomise, stream_in_chunks

@@ -26,9 +26,9 @@ def test_words_become_typed_fields():
 def test_plain_values_are_checked_too():
     values = {"vocab_size": 9, "width": 4, "layers": 1, "heads": 1, "dropout": 0, "window": None}
     assert build_settings(ModelConfig, values).dropout == 0.0
-    with pytest.raises(ContextReadyError, match=r"width=4\.5 is not a whole number"):
+    with pytest.raises(ContextReadyError, match=r"width must be a whole number, but got 4\.5"):
         build_settings(ModelConfig, values | {"width": 4.5})
-    with pytest.raises(ContextReadyError, match="layers=True is not a whole number"):
+    with pytest.raises(ContextReadyError, match="layers must be a whole number, but got True"):
         build_settings(ModelConfig, values | {"layers": True})
 
 
@@ -38,9 +38,15 @@ def test_plain_values_are_checked_too():
         (["widht=64"], "Unknown setting 'widht'; did you mean 'width'?"),
         (["colour=red"], "Unknown setting 'colour'; choose one of: vocab_size, width"),
         (["width=64"], "Missing settings: vocab_size, layers, heads"),
-        (["width=wide", "vocab_size=9", "layers=1", "heads=1"], "width=wide is not a whole number"),
-        (["bias=perhaps", "width=8", "vocab_size=9", "layers=1", "heads=1"], "bias=perhaps is not true or false"),
-        (["window=1.5", "width=8", "vocab_size=9", "layers=1", "heads=1"], "window=1.5 is not a whole number"),
+        (["width=wide", "vocab_size=9", "layers=1", "heads=1"], "width must be a whole number, but got wide"),
+        (
+            ["bias=perhaps", "width=8", "vocab_size=9", "layers=1", "heads=1"],
+            "bias must be true or false, but got perhaps",
+        ),
+        (
+            ["window=1.5", "width=8", "vocab_size=9", "layers=1", "heads=1"],
+            "window must be a whole number, but got 1.5",
+        ),
         (["width=8", "width=9"], "'width' is set twice"),
         (["width"], "'width' is not a setting; write it as key=value"),
     ],

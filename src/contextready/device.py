@@ -1,4 +1,4 @@
-"""Where to compute, and what the hardware there can do."""
+"""The device to compute on, and what its hardware supports."""
 
 import torch
 
@@ -6,19 +6,21 @@ from contextready.errors import ContextReadyError
 
 
 def find_device(name: str) -> torch.device:
-    """The device of this name, or with `auto` the best there is."""
+    """Return the device of this name; `auto` is the best one available."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError):
-        raise ContextReadyError(f"device={name} is not to be had here; give cpu, cuda, mps or auto.") from None
+        raise ContextReadyError(
+            f"device={name} is not available on this machine; choose cpu, cuda, mps or auto."
+        ) from None
     return device
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Whether bf16 products are native here; emulated ones are many times slower than fp32."""
+    """Whether the device multiplies bf16 natively; emulated bf16 is many times slower than fp32."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type == "cpu":

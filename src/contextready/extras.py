@@ -1,13 +1,16 @@
-"""Packages that only some verbs need."""
+"""Optional packages: imported where they are used, with a hint that can be followed when one is missing."""
 
 import importlib
+import importlib.metadata
+import re
+import shlex
 from types import ModuleType
 
 from contextready.errors import ContextReadyError
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import a package of an optional extra, or say how to install it."""
+    """Import a package that belongs to an optional extra, or say how to install it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -15,5 +18,22 @@ def require(module: str, extra: str) -> ModuleType:
             raise
         package = module.partition(".")[0]
         raise ContextReadyError(
-            f"This needs the package {package}; install it with: pip install 'contextready[{extra}]'."
+            f"The package {package} is not installed; install it with: {install_command(extra)}"
         ) from None
+
+
+def install_command(extra: str) -> str:
+    """The pip command that installs an extra's packages by name, so that it works wherever this package came from."""
+    return f"pip install {' '.join(map(shlex.quote, _packages(extra)))}"
+
+
+def _packages(extra: str) -> list[str]:
+    """Requirements of an extra, as the installed package's metadata lists them; extras may include others."""
+    packages: list[str] = []
+    for line in importlib.metadata.requires("contextready") or []:
+        requirement, _, marker = line.partition(";")
+        if not re.search(rf"""extra\s*==\s*['"]{extra}['"]""", marker):
+            continue
+        inner = re.fullmatch(r"contextready\[(.+)\]", requirement.strip())
+        packages += [requirement.strip()] if inner is None else [p for e in inner[1].split(",") for p in _packages(e)]
+    return list(dict.fromkeys(packages))

@@ -1,4 +1,4 @@
-"""Pictures with matplotlib: set up without a screen, checked by their ending, saved and closed."""
+"""Plots with matplotlib: setup without a display, checks of file names, and saving."""
 
 from pathlib import Path
 from typing import Any
@@ -10,21 +10,21 @@ ENDINGS = (".png", ".svg", ".pdf")
 
 
 def pyplot() -> Any:
-    """The module matplotlib.pyplot, drawing into files; says how to install it where it is missing."""
+    """Import matplotlib.pyplot for drawing into files, or raise an error that says how to install it."""
     require("matplotlib", "plot").use("Agg")
     return require("matplotlib.pyplot", "plot")
 
 
 def check_picture(path: Path) -> None:
-    """Refuse a name whose ending does not say how to draw."""
+    """Raise an error if the file extension is not one that plots can be saved as."""
     if path.suffix.lower() not in ENDINGS:
         raise ContextReadyError(
-            f"{path} has no ending that says how to draw; give a name ending in .png, .svg or .pdf."
+            f"A plot cannot be saved as {path}; choose a file name that ends in .png, .svg or .pdf."
         )
 
 
 def save_figure(figure: Any, *paths: Path) -> None:
-    """Write a figure under each of these names, and free it."""
+    """Save a figure to each of these paths, then close it."""
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)

@@ -1,6 +1,6 @@
-"""What higher rooms add to lower ones: kinds of models and of tasks, each imported when a run first needs it.
+"""Models and tasks that higher-level packages provide to lower-level ones, imported when a run first needs them.
 
-The package's `__init__` says what there is, so that no lower room has to know a higher one.
+The package's `__init__` registers them, so that no lower-level package has to import a higher-level one.
 """
 
 from importlib import import_module
@@ -10,15 +10,15 @@ _MODULES: dict[str, dict[str, str]] = {}
 
 
 def register(kind: str, name: str, module: str) -> None:
-    """Say which module provides something of this kind under this name."""
+    """Register the module that provides something of this kind under this name."""
     _MODULES.setdefault(kind, {})[name] = module
 
 
 def provider(kind: str, name: str) -> Any:
-    """The module that provides it."""
+    """Import and return the module that provides it."""
     return import_module(_MODULES[kind][name])
 
 
 def names(kind: str) -> list[str]:
-    """All names of a kind."""
+    """Return all registered names of a kind."""
     return list(_MODULES.get(kind, {}))

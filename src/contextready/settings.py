@@ -1,4 +1,4 @@
-"""Settings as dataclasses: `key=value` words and plain dictionaries become checked, typed fields."""
+"""Settings as dataclasses: turns `key=value` arguments and plain dictionaries into checked, typed fields."""
 
 import ast
 import dataclasses
@@ -18,20 +18,20 @@ _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, 
 
 
 def parse_assignments(words: Sequence[str]) -> dict[str, str]:
-    """Split `["width=64", "heads=4"]` into a dictionary; the values are still text."""
+    """Split `["width=64", "heads=4"]` into a dictionary whose values are still text."""
     pairs: dict[str, str] = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key:
             raise ContextReadyError(f"'{word}' is not a setting; write it as key=value, for example width=256.")
         if key in pairs:
-            raise ContextReadyError(f"'{key}' is set twice; keep one of the two.")
+            raise ContextReadyError(f"'{key}' is set twice; remove one of the two.")
         pairs[key] = text
     return pairs
 
 
 def build_settings(cls: type[Settings], values: Mapping[str, Any]) -> Settings:
-    """Make a settings dataclass from a mapping, converting text and refusing unknown or missing keys."""
+    """Create a settings dataclass from a mapping. Text is converted; unknown and missing keys are errors."""
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in values:
@@ -48,7 +48,7 @@ def build_settings(cls: type[Settings], values: Mapping[str, Any]) -> Settings:
 
 
 def describe_settings(cls: type) -> str:
-    """Help text for a settings dataclass: each key, its default, and the docstring under its field."""
+    """Format the help text of a settings dataclass: each key with the docstring of its field and its default."""
     documented: dict[str, str] = {}
     for base in cls.__mro__[:-1]:
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
@@ -77,12 +77,12 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
         try:
             return _BOOLEANS[value.lower()] if hint is bool else hint(value.replace("_", ""))
         except (ValueError, KeyError):
-            raise ContextReadyError(f"{key}={value} is not {_KIND[hint]}; give {key} {_KIND[hint]}.") from None
+            raise ContextReadyError(f"{key} must be {_KIND[hint]}, but got {value}.") from None
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
-        raise ContextReadyError(f"{key}={value!r} is not {_KIND[hint]}; give {key} {_KIND[hint]}.")
+        raise ContextReadyError(f"{key} must be {_KIND[hint]}, but got {value!r}.")
     return value
 
 
-_KIND = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+_KIND = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

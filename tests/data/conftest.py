@@ -1,4 +1,4 @@
-"""A small corpus, a tokenizer trained on it, and the command, for every test of the data."""
+"""Fixtures for the data tests: a small corpus, a tokenizer trained on it, and the command."""
 
 import json
 
@@ -39,7 +39,7 @@ def crt(capsys):
 
 @pytest.fixture
 def refused(crt):
-    """Run the command and give back its one sentence."""
+    """Run the command and return its one-sentence error."""
 
     def run(*words):
         code, out, err = crt(*words)

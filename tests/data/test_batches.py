@@ -1,4 +1,4 @@
-"""Sequences and batches: what is seen, how often, and that it depends on numbers alone."""
+"""Sequences and batches: what they contain, how often, and that their index alone determines them."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from contextready.errors import ContextReadyError
 
 
 def tokens_of(length, shards=1):
-    """An array in which every token tells its own place."""
+    """An array in which every token is its own position."""
     return TokenArray(np.array_split(np.arange(length, dtype=np.uint16), shards))
 
 
@@ -33,7 +33,7 @@ def test_every_token_but_the_first_is_a_target_once(length, block_size, shards):
     assert x_BT.shape == y_BT.shape == (sequences.count, block_size)
     assert x_BT.dtype == y_BT.dtype == torch.int64
     assert torch.equal(y_BT, x_BT + 1)
-    # All targets that fill whole sequences; fewer than block_size are left over at the end.
+    # All targets in whole sequences; fewer than block_size are left over at the end.
     assert y_BT.flatten().tolist() == list(range(1, sequences.count * block_size + 1))
     assert 0 <= length - 1 - sequences.count * block_size < block_size
 
@@ -72,7 +72,7 @@ def test_orders_of_epochs_and_seeds_differ_and_look_random():
     orders = [shuffled(np.arange(size), size, seed) for seed in [(0, 0), (0, 1), (1, 0), (1, 1)]]
     for i, order in enumerate(orders):
         for other in [np.arange(size), *orders[:i]]:
-            assert (order == other).sum() < 20  # one place in a thousand stays, by chance
+            assert (order == other).sum() < 20  # by chance, one in a thousand stays in place
             assert abs(np.corrcoef(order, other)[0, 1]) < 0.15
 
 
@@ -142,7 +142,7 @@ def test_the_smallest_array_that_fits():
 @pytest.mark.parametrize("length", [0, 1, 8])
 def test_a_block_longer_than_the_data_is_refused(length):
     tokens = TokenArray([]) if length == 0 else tokens_of(length)
-    with pytest.raises(ContextReadyError, match=rf"block_size=8 is longer than the val data \({length} tokens\); give"):
+    with pytest.raises(ContextReadyError, match=rf"block_size=8 is longer than the val data \({length} tokens\); use"):
         Sequences(tokens, 8, "val")
     with pytest.raises(ContextReadyError, match="block_size=8 is longer than the train data"):
         Batches(tokens, 8, seed=0)

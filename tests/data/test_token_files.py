@@ -1,4 +1,4 @@
-"""Token files people already have, nanoGPT's and Megatron's, written here byte by byte."""
+"""Existing token files in the formats of nanoGPT and Megatron, written here byte by byte."""
 
 import struct
 
@@ -15,7 +15,7 @@ CODES = {"u1": 1, "i1": 2, "<i2": 3, "<i4": 4, "<i8": 5, "<u2": 8}
 
 @pytest.fixture(scope="session")
 def rows():
-    """Documents of ids below 399, none of them twice."""
+    """Different documents of ids below 399."""
     generator = np.random.default_rng(0)
     return [generator.integers(END, size=size).tolist() for size in generator.integers(5, 40, size=80)]
 
@@ -138,10 +138,10 @@ def test_with_their_tokenizer_and_own_validation(crt, tmp_path, texts, trained):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--vocab-size", 390, "--end-id", 389], "train.bin holds the id 39"),
-        (["--vocab-size", 400], "Token files need --tokenizer, or --end-id to know where documents end"),
-        (["--end-id", END], "Token files need --tokenizer, or --vocab-size to know how many ids there are."),
-        (["--vocab-size", 400, "--end-id", END, "--val", "a.txt"], "Token files (.bin) and text cannot be mixed"),
+        (["--vocab-size", 390, "--end-id", 389], "train.bin contains the id 39"),
+        (["--vocab-size", 400], "Token files need --tokenizer, or --end-id for the id that ends documents"),
+        (["--end-id", END], "Token files need --tokenizer, or --vocab-size for the number of ids."),
+        (["--vocab-size", 400, "--end-id", END, "--val", "a.txt"], "Token files (.bin) and text cannot be combined"),
         (["--vocab-size", 400, "--end-id", END, "--val", "no.bin"], "There is no file, folder or corpus 'no.bin'"),
     ],
 )
@@ -162,13 +162,13 @@ def test_ids_beyond_the_vocabulary_say_which(refused, tmp_path):
     path = write_nanogpt(tmp_path / "train.bin", [[1, 2], [3, 1000, 4]])
     words = ["--vocab-size", 400, "--end-id", END, "--val-fraction", "0.2"]
     message = refused("data", "prepare", tmp_path / "out", path, *words)
-    assert "train.bin holds the id 1000, and the vocabulary goes from 0 to 399" in message
+    assert "train.bin contains the id 1000, but the vocabulary has only 0 to 399" in message
 
 
 def test_negative_ids_say_which(refused, tmp_path):
     path = write_megatron(tmp_path / "train.bin", [[1, 2], [3, -5, 4]], "<i4")
     words = ["--vocab-size", 400, "--end-id", END, "--val-fraction", "0.2"]
-    assert "holds the id -5" in refused("data", "prepare", tmp_path / "out", path, *words)
+    assert "contains the id -5" in refused("data", "prepare", tmp_path / "out", path, *words)
 
 
 def damaged(path, cut):
@@ -181,7 +181,7 @@ WORDS = ("--vocab-size", 400, "--end-id", END, "--val-fraction", "0.2")
 def test_an_odd_byte_is_refused(refused, tmp_path, rows):
     damaged(write_nanogpt(tmp_path / "train.bin", rows), -1)
     message = refused("data", "prepare", tmp_path / "out", tmp_path / "train.bin", *WORDS)
-    assert "bytes, which is no row of 2-byte ids" in message
+    assert "bytes, which is not a multiple of 2" in message
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<i4"])
@@ -199,7 +199,7 @@ def test_megatron_files_cut_short_are_refused(refused, tmp_path, rows, dtype, su
     path = write_megatron(tmp_path / "train.bin", rows, dtype)
     damaged(path.with_suffix(suffix), cut)
     message = refused("data", "prepare", tmp_path / "out", path, *WORDS)
-    assert "do not fit together: one of them is cut short" in message or "is no row of" in message
+    assert "do not match: one of them is truncated" in message or "is not a multiple of" in message
 
 
 @pytest.mark.parametrize(
@@ -207,8 +207,8 @@ def test_megatron_files_cut_short_are_refused(refused, tmp_path, rows, dtype, su
     [
         (b"TNTIDX\x00\x00", "train.idx is not a Megatron index (its first bytes are wrong)."),
         (b"MMIDIDX\x00\x00", "train.idx is not a Megatron index"),
-        (b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 2, 8, 0, 1), "of a kind not known here (version 2, type 8)"),
-        (b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 7, 0, 1), "of a kind not known here (version 1, type 7)"),
+        (b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 2, 8, 0, 1), "is not supported: it has version 2 and type 8"),
+        (b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 7, 0, 1), "is not supported: it has version 1 and type 7"),
     ],
 )
 def test_an_index_of_another_kind_is_refused(refused, tmp_path, rows, head, message):
@@ -220,7 +220,7 @@ def test_an_index_of_another_kind_is_refused(refused, tmp_path, rows, head, mess
 def test_an_empty_token_file_is_refused(refused, tmp_path):
     (tmp_path / "train.bin").touch()
     message = refused("data", "prepare", tmp_path / "out", tmp_path / "train.bin", *WORDS)
-    assert "train.bin holds no text to train on" in message
+    assert "train.bin contains no text to train on" in message
 
 
 def test_globs_of_token_files(crt, tmp_path, rows):

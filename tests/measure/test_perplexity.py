@@ -69,14 +69,14 @@ def test_scores_do_not_depend_on_the_batch(monkeypatch, rows):
         np.testing.assert_allclose(one.nll_N, other.nll_N, rtol=1e-10)
 
 
-def test_only_the_first_windows_if_asked_and_progress_is_told():
+def test_only_the_first_sequences_can_be_scored_and_progress_is_reported():
     model, told = small_model(), []
     few = parallel_scores(model, sequences(), [2], count=3, advance=told.append)[2]
     assert sum(told) == 3 * T
     np.testing.assert_allclose(few.nll_N, parallel_scores(model, sequences(), [2])[2].nll_N[:3], rtol=1e-12)
 
 
-def test_a_score_in_figures():
+def test_the_figures_of_a_score():
     nll = np.array([2.0, 2.5, 3.0, 2.1])
     score = Score(nll)
     assert score.loss == pytest.approx(2.4)
@@ -87,7 +87,7 @@ def test_a_score_in_figures():
     assert np.isnan(Score(nll[:1]).loss_error)
 
 
-def test_the_error_of_a_difference_is_that_of_pairs():
+def test_the_error_of_a_difference_is_that_of_the_paired_difference():
     """Two scores that vary together differ by a constant, so the difference is known exactly."""
     nll = np.random.default_rng(0).normal(3.0, 0.5, 400)
     gap, error = Score(nll + 1e-4).perplexity_above(Score(nll))

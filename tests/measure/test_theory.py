@@ -1,4 +1,4 @@
-"""Every bound of the paper on a real small model whose true error is known."""
+"""Every bound of the paper, checked on a small model whose true error is known."""
 
 import itertools
 import math
@@ -66,10 +66,10 @@ def test_empirical_rate_of_settled_positions():
     tokens = random_tokens(batch=1, length=6)
     ratios = empirical_rate(model, tokens, 3).ratios_BT
     assert ratios[0, 0].isnan()  # c_0 is settled after one correction, so nothing is left to compare
-    assert ratios[0, 1] < 1e-12  # c_1 after two, so its third change is none
+    assert ratios[0, 1] < 1e-12  # c_1 is settled after two, so its third change is zero
     assert (ratios[0, 2:] > 0).all()
     assert empirical_rate(model, tokens, 9)[:2] == (0.0, 0.0)
-    with pytest.raises(ContextReadyError, match="corrections=1"):
+    with pytest.raises(ContextReadyError, match=r"corrections must be at least 2.*got 1"):
         empirical_rate(model, tokens, 1)
 
 
@@ -88,7 +88,7 @@ def test_norm_rate_and_the_floor_of_rounding():
     assert math.isnan(empirical_rate(broken, tokens, 4).rate)
     with pytest.raises(ContextReadyError, match="float32 or float64"):
         empirical_rate(contractive(dtype=torch.bfloat16), tokens, 4)
-    # Long settled in float32: what still changes is rounding, which has no rate.
+    # In float32 this has long converged: only rounding still changes, and it has no rate.
     assert empirical_rate(model, tokens, 20)[:2] == (0.0, 0.0)
 
 
@@ -132,7 +132,7 @@ def test_jacobian_norms_against_finite_differences(of):
                 columns.append((correction_operator(model, *up) - correction_operator(model, *down))[row] / (2 * step))
         expected_T = torch.linalg.matrix_norm(torch.stack(columns, dim=-1), ord=2)
         assert torch.allclose(norms_BTT[row, :, s], expected_T, atol=1e-6)
-    # A correction is only about the past; an embedding also about its own position.
+    # Corrections affect later positions only; embeddings affect their own position too.
     assert (norms_BTT.diagonal(dim1=1, dim2=2) > 0).all() == (of == "embedding")
 
 
@@ -156,7 +156,7 @@ def test_contraction(solved):
 
 
 def test_causal_contraction_bound_in_weighted_norms():
-    """Weights that fall fast make even an expansive past-only operator a contraction, in their norm."""
+    """In the norm of weights that decrease fast, even an expansive strictly causal operator is a contraction."""
     model = contractive(scale=10.0)
     tokens = random_tokens(batch=1, length=T)
     with torch.no_grad():
@@ -208,7 +208,7 @@ def test_warm_start_bound(solved):
 
 
 def test_tracking_bound():
-    """A model whose every step errs a little stays within ε / (1 - L_h). With window 1 the state is z alone."""
+    """With a small error in every step, a model stays within ε / (1 - L_h). With window 1 the state is z alone."""
     process = contractive(window=1)
     architecture = contractive(window=1)
     with torch.no_grad():
@@ -281,15 +281,15 @@ def test_bad_input_says_what_is_wrong(solved):
     *_, a_TT = solved
     ones = torch.ones(T, dtype=torch.float64)
     for call, message in (
-        (lambda: a_posteriori_bound(1.0, 0.1), "rate from 0 to below 1, and it is 1"),
+        (lambda: a_posteriori_bound(1.0, 0.1), "rate must be at least 0 and less than 1, but got 1"),
         (lambda: tracking_bound(-0.1, 0.1), "rate"),
         (lambda: warm_start_bound(2.0, 1.0, 0.1), "rate"),
         (lambda: causal_contraction_bound(a_TT.T), "zero on and above the diagonal"),
         (lambda: causal_contraction_bound(-a_TT), "non-negative"),
         (lambda: causal_contraction_bound(a_TT, ones - 1), "positive"),
-        (lambda: causal_contraction_bound(a_TT, ones[1:]), "for each position"),
-        (lambda: path_sum_bound(a_TT, 1.0, -1), "corrections=-1"),
-        (lambda: jacobian_norms(None, ones, ones, of="z"), "correction or embedding"),
+        (lambda: causal_contraction_bound(a_TT, ones[1:]), "per position"),
+        (lambda: path_sum_bound(a_TT, 1.0, -1), "corrections must be at least 0, but got -1"),
+        (lambda: jacobian_norms(None, ones, ones, of="z"), "'correction' or 'embedding', but got 'z'"),
     ):
         with pytest.raises(ContextReadyError, match=message):
             call()

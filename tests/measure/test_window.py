@@ -1,4 +1,4 @@
-"""The receptive field of windowed attention: against a direct mask, and against an optimal guess."""
+"""The receptive field of windowed attention, compared with a direct mask and with an optimal guess."""
 
 import itertools
 from itertools import islice
@@ -15,7 +15,7 @@ from contextready.pointer.task import PointerTask
 
 
 def reached_by_mask(T, layers, window):
-    """Who can reach whom, by multiplying the mask of one layer with itself."""
+    """Which positions can reach which, by multiplying the mask of one layer with itself."""
     one_TS = np.array([[0 <= t - s < window for s in range(T)] for t in range(T)])
     all_TS = np.eye(T, dtype=bool)
     for _ in range(layers):
@@ -42,7 +42,7 @@ def test_with_a_correction_the_stream_sees_everything():
 
 
 @pytest.mark.parametrize(("passes", "layers", "window"), [(1, 1, 4), (2, 1, 4), (3, 1, 3), (2, 2, 3)])
-def test_parallel_passes_see_exactly_so_far(passes, layers, window):
+def test_parallel_passes_see_exactly_this_far(passes, layers, window):
     torch.manual_seed(0)
     model = build_model(ModelConfig(8, 16, layers, 2, window=window, correction="add")).double()
     e_1TC = model.backbone.embed(torch.randint(8, (1, 24))).detach().requires_grad_()
@@ -78,7 +78,7 @@ def best_by_enumeration(task, reached):
 @pytest.mark.parametrize("queries", ["level", "all"])
 @pytest.mark.parametrize("reached", [3, 8, 11, 14, 17, 20, 25, 30])
 def test_the_best_accuracy_is_that_of_an_optimal_guess(reached, queries):
-    """Not only never below it: the optimum, over every possible content, reaches it."""
+    """The bound is tight: the optimum over every possible content reaches it."""
     task = PointerTask(hops=2, keys=2, values=3, queries=queries)
     bound, optimum = np.array(best_accuracy(task, reached)), best_by_enumeration(task, reached)
     np.testing.assert_allclose(bound, optimum, atol=1e-12)

@@ -1,4 +1,4 @@
-"""The balanced correction: what two norms are for. Every test over all corrections runs on it too."""
+"""The balanced correction and its two norms. Every test over all corrections covers it too."""
 
 import torch
 from helpers import gap, random_tokens, small_config, small_model
@@ -6,14 +6,14 @@ from helpers import gap, random_tokens, small_config, small_model
 from contextready import account
 
 
-def test_it_costs_what_add_costs_and_one_norm_more():
+def test_it_costs_as_much_as_add_plus_one_norm():
     add, balanced = (account(small_config(correction=name)) for name in ("add", "balanced"))
     assert balanced.macs == add.macs
     assert balanced.parameters == add.parameters + 12
 
 
-def test_a_z_that_is_hundreds_of_times_the_token_does_not_hide_it():
-    """In pretrained models it is: the sum is then z alone, and `add` gives nearly the same correction to any token."""
+def test_a_z_hundreds_of_times_larger_does_not_hide_the_token():
+    """In pretrained models z is that large, so z + e is nearly z, and `add` gives almost the same for every token."""
     e, other = (torch.randn(1, 1, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
     z = 300.0 * torch.randn(1, 1, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     difference = {}
@@ -24,7 +24,7 @@ def test_a_z_that_is_hundreds_of_times_the_token_does_not_hide_it():
     assert difference["balanced"] > 0.3
 
 
-def test_nor_does_a_token_hide_a_small_z():
+def test_a_large_token_does_not_hide_a_small_z():
     correction = small_model(correction="balanced").correction
     e = torch.randn(1, 1, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     z = torch.randn(2, 1, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) / 300.0
@@ -32,7 +32,7 @@ def test_nor_does_a_token_hide_a_small_z():
 
 
 def test_position_0_sees_its_token():
-    """LN(0) is 0 (without a bias), so the first correction is that of the token alone."""
+    """LN(0) is 0 without a bias, so the first correction depends on the token alone."""
     model = small_model(correction="balanced")
     first, other = model(random_tokens(), 2)[:, 0], model(random_tokens(seed=3), 2)[:, 0]
     assert gap(first, other) > 1e-3

@@ -1,4 +1,4 @@
-"""Keys and values in fixed places: stepping in a buffer is the stream, and what it holds goes in and out unchanged."""
+"""Buffers of keys and values: stepping in one equals the stream, and caches go in and out unchanged."""
 
 from itertools import chain
 
@@ -20,7 +20,7 @@ def _no_gradients():
 
 
 def stepped(model, tokens, buffer, positions=None, carried=None, sees="held", visible=None):
-    """Logits of tokens read one position after the other at places of a buffer, from each row's own position."""
+    """Logits of tokens read one at a time in a buffer, starting at each row's own position."""
     B, T = tokens.shape
     e = model.backbone.embed(tokens)
     carried = torch.zeros_like(e[:, :1]) if carried is None else carried
@@ -68,7 +68,7 @@ def test_a_ring_goes_round_many_times(slots):
 
 
 def test_one_slot_less_than_the_window_is_too_few():
-    """So the tests of rings would notice a position that went too early."""
+    """This shows that the ring tests would notice a position that was overwritten too early."""
     model = small_model(window=4)
     tokens = random_tokens(length=12)
     difference_T = (stepped(model, tokens, model.backbone.init_buffer(2, 3)) - streamed(model, tokens)[0]).abs()
@@ -166,7 +166,7 @@ def test_a_whole_sequence_at_once_is_a_plain_pass(window, sees):
     buffer = model.backbone.init_buffer(2, 9)
     z = model.recur(e, None, buffer.at(torch.arange(9).expand(2, 9), sees)).z_BTC
     assert gap(z, model.recur(e, None).z_BTC) < TOLERANCE
-    assert buffer.held_BN.tolist() == [list(range(9))] * 2  # so that later calls may go by what is held
+    assert buffer.held_BN.tolist() == [list(range(9))] * 2  # so that later calls can rely on it
 
 
 def test_one_token_may_see_all_instead_of_what_is_held():
@@ -190,7 +190,7 @@ def test_only_visible_slots_are_read():
     assert gap(logits, streamed(model, tokens)[0]) < TOLERANCE
 
 
-def test_slots_that_were_never_written_do_no_harm():
+def test_empty_slots_do_no_harm():
     """With deterministic algorithms PyTorch fills new memory with NaN, and 0 × NaN is NaN."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
@@ -207,7 +207,7 @@ def test_slots_that_were_never_written_do_no_harm():
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_tokens_may_be_written_again_at_any_positions(window):
-    """With one layer keys are of a position's own input, so places 2 and 6 anew are the sequence with those changed."""
+    """With one layer, keys depend only on their own input, so rewriting two positions equals changing the sequence."""
     model = small_model(layers=1, window=window)
     tokens, chosen = random_tokens(), [2, 6]
     e = model.backbone.embed(tokens)
@@ -255,16 +255,24 @@ def test_bad_buffers_say_what_is_wrong():
     cache = streamed(model, random_tokens(length=6))[1].cache
     one, narrow = cache.select(torch.tensor([0])), streamed(windowed, random_tokens(batch=1, length=6), 3)[1].cache
     cases = [
-        (lambda: KVBuffer.empty(0, 4, 1, 1, 2, window=None, like=like), "buffer of 0 rows and capacity 4"),
-        (lambda: model.backbone.init_buffer(1, 0), "1 rows and capacity 0 .* at least 1 of each"),
-        (lambda: model.backbone.init_buffer(1, 9).load(0, cache), "2 rows was given for one row; select one"),
-        (lambda: model.backbone.init_buffer(1, 5).load(0, one), "6 positions .* capacity is 5; .* larger capacity"),
-        (lambda: windowed.backbone.init_buffer(1, 2).load(0, narrow), "3 positions .* capacity is 2"),
+        (
+            lambda: KVBuffer.empty(0, 4, 1, 1, 2, window=None, like=like),
+            "batch_size and capacity must be at least 1, but got 0 and 4",
+        ),
+        (lambda: model.backbone.init_buffer(1, 0), "must be at least 1, but got 1 and 0"),
+        (lambda: model.backbone.init_buffer(1, 9).load(0, cache), "must have one row, but has 2; select one"),
+        (
+            lambda: model.backbone.init_buffer(1, 5).load(0, one),
+            "needs 6 positions, but .* capacity is 5; .* larger capacity",
+        ),
+        (lambda: windowed.backbone.init_buffer(1, 2).load(0, narrow), "needs 3 positions, but .* capacity is 2"),
     ]
     for call, sentence in cases:
         with pytest.raises(ContextReadyError, match=sentence):
             call()
-    windowed.backbone.init_buffer(1, 3).load(0, narrow)  # the window's own are enough: history may go
+    windowed.backbone.init_buffer(1, 3).load(
+        0, narrow
+    )  # the positions of the window are enough; history may be dropped
     refused = model.backbone.init_buffer(1, 5)
     refused.held_BN[0] = 3
     with pytest.raises(ContextReadyError):

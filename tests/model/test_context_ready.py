@@ -112,11 +112,11 @@ def test_zero_initialised_conversion_changes_nothing_and_learns(kind, window):
 
     model(tokens, 2).square().mean().backward()
     assert model.correction.ffn.down.weight.grad.abs().max() > 1e-6
-    # The inner layer waits one step: its gradient passes through the zero output layer.
+    # The inner layer learns one step later, because its gradient passes through the zero output layer.
     assert model.correction.ffn.up.weight.grad.abs().max() == 0.0
 
 
-def test_a_correction_of_ones_own_that_is_not_registered_streams_as_its_passes_do():
+def test_a_custom_correction_that_is_not_registered_streams_as_its_passes_do():
     class Doubled(Correction):
         def __call__(self, ops, z, e):
             return ops.corr_ffn(ops.LN(z + e + e))
@@ -151,7 +151,7 @@ def test_dropout_is_redrawn_at_every_pass_and_off_in_evaluation():
     tokens = random_tokens(batch=1, length=6)
     e = model.backbone.embed(tokens)
     torch.manual_seed(0)
-    # A pass without a correction twice: the same input, so only the masks can differ.
+    # Two passes without a correction have the same input, so only the masks can differ.
     assert gap(model.recur(e, None).z_BTC, model.recur(e, None).z_BTC) > 1e-3
     model.eval()
     assert gap(model.recur(e, None).z_BTC, model.recur(e, None).z_BTC) == 0.0
@@ -247,39 +247,39 @@ def test_bad_calls_say_what_is_wrong():
     tokens = random_tokens()
     e = model.backbone.embed(tokens)
     cases = [
-        (lambda: model(tokens, 0), "passes=0"),
-        (lambda: model(tokens, 2.5), "passes=2.5"),
-        (lambda: model(tokens, 2.0), "passes=2.0"),
-        (lambda: model(tokens, None), "Give passes, the K of the unroll"),
-        (lambda: model(tokens.to("meta"), 2), "tokens are on meta and the model on cpu"),
-        (lambda: model.backbone.init_cache(2, history=-2), "history -2"),
-        (lambda: model(tokens + 23, 2), "out of range; this model knows the ids 0 to 22"),
+        (lambda: model(tokens, 0), "whole number of at least 1, but got 0"),
+        (lambda: model(tokens, 2.5), "but got 2.5"),
+        (lambda: model(tokens, 2.0), "but got 2.0"),
+        (lambda: model(tokens, None), r"passes \(the K of the unroll\) is required"),
+        (lambda: model(tokens.to("meta"), 2), "tokens are on meta, but the model is on cpu"),
+        (lambda: model.backbone.init_cache(2, history=-2), "history at least 0, but got 2 and -2"),
+        (lambda: model(tokens + 23, 2), "out of range: this model's ids are 0 to 22"),
         (lambda: model(tokens - 30, 2), "out of range"),
-        (lambda: model(tokens[0], 2), r"shape \(9,\)"),
-        (lambda: model(tokens[:, :0], 2), r"shape \(2, 0\)"),
-        (lambda: model(tokens.float(), 2), "whole numbers"),
-        (lambda: model(tokens.bool(), 2), "whole numbers"),
-        (lambda: model.stream(tokens, other.init_state(2)), "state is of another model"),
-        (lambda: model.stream(tokens, small_model(width=24).init_state(2)), "width 24, .* this one: width 12"),
+        (lambda: model(tokens[0], 2), r"shape \(batch, tokens\).* got \(9,\)"),
+        (lambda: model(tokens[:, :0], 2), r"got \(2, 0\)"),
+        (lambda: model(tokens.float(), 2), "must be int64 or int32"),
+        (lambda: model(tokens.bool(), 2), "must be int64 or int32"),
+        (lambda: model.stream(tokens, other.init_state(2)), "state does not match the model"),
+        (lambda: model.stream(tokens, small_model(width=24).init_state(2)), "has width 24, .* the model has width 12"),
         (
             lambda: model.stream(tokens, small_model(dtype=torch.float32).init_state(2)),
-            "float32 .*one: .*float64",
+            "float32 .*but the model has .*float64",
         ),
-        (lambda: model.stream(tokens[0], model.init_state(1)), r"shape \(9,\)"),
-        (lambda: unroll(model, tokens[0], tolerance=0.1), r"shape \(9,\)"),
+        (lambda: model.stream(tokens[0], model.init_state(1)), r"got \(9,\)"),
+        (lambda: unroll(model, tokens[0], tolerance=0.1), r"got \(9,\)"),
         (lambda: model.backbone.init_cache(2).rollback(1), "0 tokens have been read"),
-        (lambda: model.stream(tokens, small_model(window=3).init_state(2)), "state is of another model"),
-        (lambda: model.stream(tokens, model.init_state(3)), "3 rows and 2 were given"),
-        (lambda: model.init_state(0), "at least 1 row"),
+        (lambda: model.stream(tokens, small_model(window=3).init_state(2)), "state does not match the model"),
+        (lambda: model.stream(tokens, model.init_state(3)), "3 rows, but the input has 2"),
+        (lambda: model.init_state(0), "batch_size must be at least 1"),
         (lambda: model.init_state(1, history=-1), "history"),
         (lambda: model.stream(tokens, None), "not a state"),
         (lambda: model.stream(tokens, model.backbone.init_cache(2)), "not a state"),
-        (lambda: model.stream(tokens, small_model().to("meta").init_state(2)), "on meta; this one: .* on cpu"),
-        (lambda: model.backbone.blocks(e, model.init_state(2)), "not a cache of this kind"),
-        (lambda: model.backbone.blocks(e, []), "not a cache of this kind"),
-        (lambda: ContextReady(small_model(width=24).backbone, model.correction), "made for another backbone"),
-        (lambda: ContextReady(other.backbone, build_correction("tied", model.backbone)), "made for another backbone"),
-        (lambda: model.backbone.blocks(e, model.backbone.init_cache(5)), "5 rows and 2 were given"),
+        (lambda: model.stream(tokens, small_model().to("meta").init_state(2)), "on meta, but the model has .* on cpu"),
+        (lambda: model.backbone.blocks(e, model.init_state(2)), "not a cache for this kind"),
+        (lambda: model.backbone.blocks(e, []), "not a cache for this kind"),
+        (lambda: ContextReady(small_model(width=24).backbone, model.correction), "belongs to another backbone"),
+        (lambda: ContextReady(other.backbone, build_correction("tied", model.backbone)), "belongs to another backbone"),
+        (lambda: model.backbone.blocks(e, model.backbone.init_cache(5)), "5 rows, but the input has 2"),
         (lambda: build_correction("ad", model.backbone), "did you mean 'add'"),
         (lambda: build_correction("add", model.backbone, init="ones"), "random, zero"),
     ]

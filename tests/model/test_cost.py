@@ -1,4 +1,4 @@
-"""Costs against the paper's printed figures, against PyTorch's own counter, and against what a stream really holds."""
+"""Costs compared with the paper's printed figures, PyTorch's counter, and the memory of a real stream."""
 
 import pytest
 import torch

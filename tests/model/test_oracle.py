@@ -1,4 +1,4 @@
-"""The package against the oracle: float64, 1e-10, every correction, full and windowed attention."""
+"""The package compared with the oracle in float64, for every correction, with full and windowed attention."""
 
 import pytest
 import reference
@@ -43,7 +43,7 @@ def test_cumulative_unroll(kind):
 
 
 def test_oracle_itself_streams_its_fixed_point():
-    """The two readings inside the oracle agree with each other, so it is a proof and not a copy."""
+    """The oracle's own parallel passes and stream agree, so it is an independent check and not a copy."""
     model = small_model(correction="add", window=3)
     tokens = random_tokens(batch=1, length=6)
     streamed = per_row(reference.streaming, model, tokens)

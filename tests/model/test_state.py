@@ -1,5 +1,7 @@
 """A state is a value: every operation on it continues exactly."""
 
+import os
+
 import pytest
 import torch
 from helpers import gap, random_tokens, small_model, stream_in_chunks
@@ -71,7 +73,7 @@ def test_rollback_is_exact(kind, window):
 def test_rollback_past_the_history_is_refused():
     _, _, state = streamed(history=2)
     assert state.rollback(8).position == 8
-    with pytest.raises(ContextReadyError, match=r"Cannot roll back 3 tokens.*keeps 2.*larger history"):
+    with pytest.raises(ContextReadyError, match=r"Cannot roll back 3 tokens.*keeps a history of 2.*larger history"):
         state.rollback(7)
     with pytest.raises(ContextReadyError, match="10 tokens have been read"):
         state.rollback(11)
@@ -85,7 +87,7 @@ def test_windowed_cache_alone_refuses_a_rollback_it_cannot_serve():
     _, state = model.stream(random_tokens(length=10), model.init_state(2, history=1))
     cache = state.cache
     assert cache.rollback(9).length == 3
-    with pytest.raises(ContextReadyError, match="needs 3 earlier positions and 2 are kept"):
+    with pytest.raises(ContextReadyError, match="needs 3 earlier positions, but only 2 are kept"):
         cache.rollback(8)
 
 
@@ -123,6 +125,16 @@ def test_save_and_load_continue_exactly(window, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["state.safetensors"]
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_a_saved_state_obeys_the_umask(tmp_path, umask):
+    earlier = os.umask(umask)
+    try:
+        streamed()[2].save(tmp_path / "state")
+    finally:
+        os.umask(earlier)
+    assert (tmp_path / "state").stat().st_mode & 0o777 == 0o666 & ~umask
+
+
 def test_a_fresh_state_can_be_saved(tmp_path):
     model = small_model()
     model.init_state(2).save(tmp_path / "s")
@@ -140,7 +152,7 @@ def test_bad_files_are_refused(tmp_path):
     (tmp_path / "cut").write_bytes(whole[:-1])
     save_file({"x": torch.zeros(1)}, tmp_path / "weights")
     for name, message in (
-        ("cut", "not a whole safetensors file"),
+        ("cut", "not a complete safetensors file"),
         ("weights", "not a saved state"),
         ("missing", "no state file"),
     ):
@@ -181,7 +193,7 @@ def test_a_damaged_file_is_refused(tmp_path, damage):
         tensors, meta = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
     damage(tensors, meta)
     save_file(tensors, tmp_path / "damaged", metadata=meta)
-    with pytest.raises(ContextReadyError, match=r"is a damaged state .* save the state again"):
+    with pytest.raises(ContextReadyError, match=r"The state at .* is damaged .* save it again"):
         State.load(tmp_path / "damaged")
 
 
@@ -189,7 +201,7 @@ def test_an_unusable_device_is_named(tmp_path):
     _, _, state = streamed()
     state.save(tmp_path / "state")
     for device in ("nowhere", "xpu:7"):
-        with pytest.raises(ContextReadyError, match=f"device '{device}' cannot be used here"):
+        with pytest.raises(ContextReadyError, match=f"device '{device}' is not available"):
             State.load(tmp_path / "state", device)
     assert State.load(tmp_path / "state", "meta").carried_BRC.is_meta
 
@@ -217,7 +229,7 @@ def test_a_failed_save_leaves_the_earlier_file(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(safetensors.torch, "save_file", full_disk)
-    with pytest.raises(ContextReadyError, match=r"The disk is full: .*state was not written"):
+    with pytest.raises(ContextReadyError, match=r"The disk is full, so .*state was not written"):
         state.rollback(9).save(path)
     assert continues(model, State.load(path), state)
     assert [file.name for file in tmp_path.iterdir()] == ["state"]

@@ -62,13 +62,13 @@ def test_bfloat16_autocast_runs_and_stays_close():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"heads": 4}, "head size 3, which is odd"),
+        ({"heads": 4}, "an odd head size of 3"),
         ({"heads": 5}, "width=12 is not divisible by heads=5"),
-        ({"window": 0}, "window=0 is too small"),
-        ({"layers": 0}, "layers=0"),
-        ({"vocab_size": 0}, "vocab_size=0"),
-        ({"width": -2}, "width=-2"),
-        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"window": 0}, "window must be at least 1 (it includes the token itself) or none, but got 0"),
+        ({"layers": 0}, "layers must be at least 1, but got 0"),
+        ({"vocab_size": 0}, "vocab_size must be at least 1, but got 0"),
+        ({"width": -2}, "width must be at least 1, but got -2"),
+        ({"dropout": 1.0}, "dropout must be at least 0 and less than 1, but got 1.0"),
         ({"rope_base": 0.0}, "rope_base"),
         ({"rope_base": float("nan")}, "rope_base"),
         ({"dropout": float("nan")}, "dropout"),
@@ -80,8 +80,8 @@ def test_bfloat16_autocast_runs_and_stays_close():
         ({"correction": ""}, "Unknown correction ''"),
         ({"correction": "consat"}, "did you mean 'concat'?"),
         ({"correction_init": "zeros"}, "did you mean 'zero'?"),
-        ({"correction": "tied", "correction_init": "zero"}, "no output layer of its own"),
-        ({"correction": "block_head", "correction_init": "zero"}, "no output layer of its own"),
+        ({"correction": "tied", "correction_init": "zero"}, "no output layer that could start at zero"),
+        ({"correction": "block_head", "correction_init": "zero"}, "no output layer that could start at zero"),
     ],
 )
 def test_bad_configurations_say_what_is_wrong(changes, message):

@@ -1,4 +1,4 @@
-"""Backpropagation through the stream, against autograd through the same stream, in float64 with random weights."""
+"""Backpropagation through the stream compared with autograd, in float64 with random weights."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def plain(model):
 
 
 def gradients(z, e, model, seed=2):
-    """Of a random function of z, with respect to the embeddings and every weight."""
+    """Gradients of a random function of z with respect to the embeddings and every weight."""
     direction = embeddings(*z.shape, seed=seed)
     loss = (z * direction + z.square() * direction.flip(1)).sum()
     weights = dict(model.named_parameters())
@@ -33,7 +33,7 @@ def gradients(z, e, model, seed=2):
 
 
 def outcome(read, model, e, seed=None):
-    """z and all gradients of one way to read."""
+    """z and all gradients for one way to read."""
     if seed is not None:
         torch.manual_seed(seed)
     e = e.clone().requires_grad_()
@@ -66,30 +66,30 @@ def test_the_gradient_is_that_of_the_stream(kind, layers, window, bias, extra_ff
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [None, KEY_BLOCK // 3, KEY_BLOCK, KEY_BLOCK + 9])
-def test_it_is_that_of_sequences_longer_than_a_chunk(kind, window):
+def test_the_gradient_of_sequences_longer_than_a_chunk(kind, window):
     check(small_model(correction=kind, window=window, gain=0.5), embeddings(length=LONG))
 
 
 @pytest.mark.parametrize("length", [KEY_BLOCK - 1, KEY_BLOCK, KEY_BLOCK + 1, 2 * KEY_BLOCK])
 @pytest.mark.parametrize("window", [None, 1, KEY_BLOCK - 1, KEY_BLOCK + 1])
-def test_it_is_that_of_lengths_and_windows_around_a_chunk(length, window):
+def test_the_gradient_of_lengths_and_windows_around_a_chunk(length, window):
     check(small_model(layers=1, window=window, gain=0.5), embeddings(length=length))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize(("batch", "length"), [(2, 1), (1, 7), (1, 1)])
-def test_it_is_that_of_one_token_and_of_one_row(kind, window, batch, length):
+def test_the_gradient_of_one_token_and_of_one_row(kind, window, batch, length):
     check(small_model(correction=kind, window=window, bias=True), embeddings(batch, length))
 
 
 @pytest.mark.parametrize(("width", "heads"), [(12, 1), (12, 6), (2, 1), (16, 2), (20, 5)])
-def test_it_is_that_of_any_number_and_size_of_heads(width, heads):
+def test_the_gradient_of_any_number_and_size_of_heads(width, heads):
     model = small_model(width=width, heads=heads, rope_base=50.0, bias=True)
     check(model, embeddings(width=width))
 
 
-def test_it_is_that_of_numerical_differentiation():
+def test_the_gradient_is_that_of_numerical_differentiation():
     model, e, toward = small_model(bias=True), embeddings(), embeddings(seed=8)
     stream, step = DifferentiableStream(model), 1e-6
     found = torch.autograd.grad(stream(e.requires_grad_()).square().sum(), e)[0].mul(toward).sum()
@@ -98,7 +98,7 @@ def test_it_is_that_of_numerical_differentiation():
     assert found.item() == pytest.approx(((ahead - behind) / (2 * step)).item(), rel=1e-6)
 
 
-def test_no_place_is_read_before_it_is_written():
+def test_no_buffer_is_read_before_it_is_written():
     """With deterministic algorithms PyTorch fills new memory with NaN."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
@@ -110,7 +110,7 @@ def test_no_place_is_read_before_it_is_written():
         torch.use_deterministic_algorithms(before)
 
 
-def test_it_holds_in_single_precision():
+def test_the_gradient_in_single_precision():
     model = small_model(dtype=torch.float32, gain=0.5)
     e = embeddings(length=LONG).float()
     z, found = outcome(DifferentiableStream(model), model, e)
@@ -119,7 +119,7 @@ def test_it_holds_in_single_precision():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_second_call_uses_the_buffers_again_and_the_weights_of_now(kind):
+def test_a_second_call_reuses_the_buffers_with_the_current_weights(kind):
     model = small_model(correction=kind, window=5, bias=True)
     stream, first, second = DifferentiableStream(model), embeddings(), embeddings(seed=7)
     check(model, first, stream)
@@ -136,7 +136,7 @@ def test_a_second_call_uses_the_buffers_again_and_the_weights_of_now(kind):
 
 
 @pytest.mark.parametrize("shape", [(1, 7), (3, 1), (1, 1)])
-def test_what_one_row_or_one_token_gave_is_not_overwritten(shape):
+def test_results_of_one_row_or_one_token_are_not_overwritten(shape):
     model = small_model()
     stream = DifferentiableStream(model)
     z = stream(embeddings(*shape))
@@ -188,11 +188,11 @@ def test_a_second_backward_is_refused():
     model = small_model()
     loss = DifferentiableStream(model)(embeddings()).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="read it again"):
+    with pytest.raises(RuntimeError, match="can be called only once"):
         loss.backward()
 
 
-def test_a_forward_without_a_gradient_leaves_the_next_as_it_should_be():
+def test_a_forward_without_a_gradient_does_not_disturb_the_next():
     model = small_model(dropout=0.3).train()
     stream, e = DifferentiableStream(model), embeddings()
     with torch.no_grad():
@@ -203,7 +203,7 @@ def test_a_forward_without_a_gradient_leaves_the_next_as_it_should_be():
     check(model, e, stream, seed=5)
 
 
-def test_frozen_weights_get_no_gradient_and_the_others_theirs():
+def test_only_frozen_weights_get_no_gradient():
     model = small_model(bias=True)
     expected = outcome(plain(model), model, embeddings())[1]
     model.backbone.layers[0].requires_grad_(False)
@@ -221,7 +221,7 @@ def test_frozen_weights_get_no_gradient_and_the_others_theirs():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("extra_ffn", [False, True])
 def test_dropout_draws_the_masks_of_the_stream(kind, extra_ffn):
-    """One position at a time both draw the same masks in the same order."""
+    """One position at a time, both draw the same masks in the same order."""
     model = small_model(correction=kind, dropout=0.4, window=5, extra_ffn=extra_ffn).train()
     stream, e = DifferentiableStream(model), embeddings()
     for seed in (3, 4):
@@ -241,7 +241,7 @@ def test_evaluation_does_not_drop_out_and_training_does_again():
 
 
 class Delegating:
-    """Some other backbone: a transformer whose inside no one knows."""
+    """Another backbone: a transformer whose internals are hidden."""
 
     def __init__(self, inner):
         self.inner, self.width = inner, inner.width
@@ -302,7 +302,7 @@ def test_another_rate_of_dropout_is_seen():
 
 
 def test_weights_changed_between_forward_and_backward_are_refused():
-    """As autograd refuses them: the gradient would be of no function."""
+    """Autograd refuses them too, because the gradient would be wrong."""
     model = small_model()
     z = DifferentiableStream(model)(embeddings())
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Gradients cut short, against the exact gradient through the stream, in float64 with random weights."""
+"""Truncated and implicit gradients compared with the exact gradient through the stream, in float64."""
 
 from itertools import pairwise
 
@@ -40,7 +40,7 @@ def distance(one, other):
 @pytest.mark.parametrize("kind", list(CORRECTIONS))
 @pytest.mark.parametrize(("layers", "window"), [(1, None), (2, 3)])
 def test_the_implicit_gradient_is_that_of_the_stream(kind, layers, window):
-    """Also without contraction: the fixed point is exact after T + 1 passes, and the adjoint after T steps."""
+    """This needs no contraction: the fixed point is exact after T + 1 passes, and the adjoint after T steps."""
     model, tokens = small_model(correction=kind, layers=layers, window=window), random_tokens(length=T)
     exact = stream_gradient(model, tokens)
     found = gradient_of(model, tokens, T + 2, gradient="implicit", adjoint_tolerance=0.0)
@@ -123,7 +123,7 @@ def test_masks_are_tied_within_a_step_and_new_in_the_next(through):
 
 
 def test_the_exact_gradient_holds_for_tied_masks_too():
-    """The stream cannot share a parallel mask, so the unroll with the mask tied is the witness."""
+    """The stream cannot share a parallel mask, so the reference is the unroll with tied masks."""
     model, tokens = small_model(dropout=0.4).train(), random_tokens(length=T)
     torch.manual_seed(3)
     found = gradient_of(model, tokens, T + 2, gradient="implicit", adjoint_tolerance=0.0)
@@ -164,12 +164,15 @@ def test_memory_of_the_graph_does_not_grow_with_K(mode):
     ("changes", "message"),
     [
         ({"gradient": "exact"}, "gradient=exact is unknown"),
-        ({"truncated_passes": 2}, "truncated_passes=2 is for gradient=truncated"),
-        ({"adjoint_steps": 2}, "adjoint_steps=2 is for gradient=implicit"),
-        ({"gradient": "truncated", "adjoint_tolerance": 0.1}, "adjoint_tolerance=0.1 is for gradient=implicit"),
+        ({"truncated_passes": 2}, "truncated_passes=2 needs gradient=truncated, but gradient=unroll"),
+        ({"adjoint_steps": 2}, "adjoint_steps=2 needs gradient=implicit"),
+        ({"gradient": "truncated", "adjoint_tolerance": 0.1}, "adjoint_tolerance=0.1 needs gradient=implicit"),
         ({"gradient": "implicit", "compile": True}, "leave compile and checkpoint_passes out"),
-        ({"gradient": "implicit", "adjoint_steps": -1}, "adjoint_steps=-1 is too small"),
-        ({"gradient": "implicit", "adjoint_tolerance": -1.0}, "adjoint_tolerance=-1.0 is no distance"),
+        ({"gradient": "implicit", "adjoint_steps": -1}, "adjoint_steps must be at least 0, but got -1"),
+        (
+            {"gradient": "implicit", "adjoint_tolerance": -1.0},
+            "adjoint_tolerance must be at least 0 and finite, but got -1.0",
+        ),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(changes, message):

@@ -1,4 +1,4 @@
-"""Reading a prompt: every solver ends in the stream's own state, says what it cost, notices what does not settle."""
+"""Reading prompts: every solver ends in the stream's state, reports its cost, and notices a lack of convergence."""
 
 from math import inf, nan
 
@@ -15,7 +15,7 @@ from contextready.solve.reading import ReadInfo
 
 @pytest.fixture(autouse=True)
 def _known_hardware(monkeypatch):
-    """What is cheaper does not depend on how busy this machine is; here sweeps pay while they settle at all."""
+    """Fix the hardware figure, so that the load of this machine does not matter and converging sweeps pay off."""
     monkeypatch.setattr("contextready.solve.prefill.free_tokens", lambda model: 1000.0)
 
 
@@ -66,10 +66,10 @@ def test_short_prompts_and_segments_that_do_not_divide_them(window, length, solv
     assert_same_state(model, found.state, read(model, tokens)[1], 1e-7)
     short = solver == "sequential" or (solver == "sweep" and length < FEWEST_SEGMENTS * STEP)
     assert (found.info.solver == "sequential") == short
-    assert not (short and found.info.note)  # it is what should be done, so there is nothing to say
+    assert not (short and found.info.note)  # this is the intended way, so there is nothing to note
 
 
-def test_by_itself_a_prompt_of_four_shortest_segments_is_swept():
+def test_a_prompt_of_four_shortest_segments_is_swept_by_default():
     model = settling_model()
     for length, solver in (
         (FEWEST_SEGMENTS * SHORTEST_SEGMENT - 1, "sequential"),
@@ -116,7 +116,9 @@ def test_what_does_not_contract_is_noticed_and_still_exact(kind, gain, length):
     tokens = random_tokens(length=length)
     found = prefill(model, tokens, segment=STEP)
     m = len(found.info.changes)
-    assert found.info.note == f"after sweep {m} the rest seemed cheaper one by one, from token {m * STEP} on"
+    assert (
+        found.info.note == f"after sweep {m}, tokens from {m * STEP} on were read one at a time, which seemed cheaper"
+    )
     assert (found.info.exact, found.info.solver, found.info.certificate) == (True, "sweep", 0.0)
     assert found.info.passes == pytest.approx(1 + sum(length - i * STEP for i in range(m + 1)) / length)
     z, expected = read(model, tokens)
@@ -151,7 +153,7 @@ def test_the_arithmetic_is_counted_as_in_the_paper(kind, window, extra_ffn, befo
             spans = {
                 "sequential": [(0, T, True)],
                 "jacobi": [(0, T, False)] + [(0, T, True)] * m,
-                # Segments that are exact are not swept again; what is read alone begins where the next sweep would.
+                # Exact segments are not swept again; reading one at a time starts where the next sweep would.
                 "sweep": [(0, T, False)] + [(i * STEP, T, True) for i in range(m + bool(info.note))],
             }[solver]
             assert info.macs == counted(model, 2, before, spans)
@@ -178,11 +180,11 @@ def test_the_certificate_is_the_last_change_unless_the_result_is_exact():
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_a_backbone_without_fixed_places_is_read_by_parallel_passes(window):
+def test_a_backbone_without_sweeps_is_read_by_parallel_passes(window):
     model = settling_model(window=window)
     tokens = random_tokens(length=40)
     found = prefill(wrapped(model), tokens, tolerance=1e-9, segment=STEP)
-    assert found.info.note == "this backbone has no fixed places for keys and values, so parallel passes were made"
+    assert found.info.note == "this backbone does not support sweeps, so parallel passes were used"
     assert (found.info.solver, found.info.macs, found.info.cost) == ("jacobi", None, None)
     assert found.info.certificate <= 1e-9
     assert_same_state(model, found.state, read(model, tokens)[1], 1e-7)
@@ -190,11 +192,11 @@ def test_a_backbone_without_fixed_places_is_read_by_parallel_passes(window):
     assert (asked.info.note, asked.info.changes) == ("", found.info.changes)
 
 
-def test_and_one_by_one_when_those_do_not_settle():
+def test_a_backbone_without_sweeps_is_read_one_token_at_a_time_if_passes_do_not_converge():
     model = small_model()
     tokens = random_tokens(length=40)
     found = prefill(wrapped(model), tokens, segment=STEP)
-    assert found.info.note.endswith("were made; 32 were not enough, and the prompt was read one by one")
+    assert found.info.note.endswith("were used; 32 were not enough, so the prompt was read one token at a time")
     assert (found.info.solver, found.info.exact) == ("sequential", True)
     assert_same_state(model, found.state, read(model, tokens)[1], 1e-10)
     for length, solver, passes in ((20, "jacobi", 21), (31, "jacobi", 32), (32, "sequential", 33)):
@@ -229,7 +231,7 @@ def test_the_hardware_is_measured_once_for_each_model(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(hardware, "_seconds", seconds)
-        # 0.1 a row and 0.9 whatever the rows: 9 rows cost as much as the step itself.
+        # 0.1 per row and a fixed cost of 0.9, which equals the cost of 9 rows.
         assert hardware.free_tokens(model) == pytest.approx(9.0)
         assert hardware.free_tokens(model) == pytest.approx(9.0)
         patch.setattr(hardware, "_seconds", lambda model, rows: float(rows))
@@ -243,22 +245,22 @@ def test_bad_calls_say_what_is_wrong():
     model, tokens = small_model(), random_tokens()
     cases = [
         (lambda: prefill(model, tokens, solver="sweeps"), "Unknown solver 'sweeps'; .*sweep"),
-        (lambda: prefill(model, tokens, tolerance=-1e-3), "tolerance=-0.001 is not a distance"),
-        (lambda: prefill(model, tokens, tolerance=nan), "tolerance=nan is not a distance"),
-        (lambda: prefill(model, tokens, chunk=0), "chunk=0 .* at least 1"),
-        (lambda: prefill(model, tokens, segment=0), "segment=0 .* at least 1"),
-        (lambda: prefill(model, tokens[:, :0]), r"shape \(2, 0\)"),
+        (lambda: prefill(model, tokens, tolerance=-1e-3), "tolerance must be at least 0 .* but got -0.001"),
+        (lambda: prefill(model, tokens, tolerance=nan), "tolerance must be at least 0 .* but got nan"),
+        (lambda: prefill(model, tokens, chunk=0), "at least 1, but got chunk=0"),
+        (lambda: prefill(model, tokens, segment=0), "at least 1, but got .*segment=0"),
+        (lambda: prefill(model, tokens[:, :0]), r"got \(2, 0\)"),
         (lambda: prefill(model, tokens + 23), "out of range"),
-        (lambda: prefill(model, tokens, model.init_state(3)), "3 rows and 2 were given"),
-        (lambda: prefill(model, tokens, small_model(width=24).init_state(2)), "another model"),
+        (lambda: prefill(model, tokens, model.init_state(3)), "3 rows, but the input has 2"),
+        (lambda: prefill(model, tokens, small_model(width=24).init_state(2)), "does not match the model"),
     ]
     for call, sentence in cases:
         with pytest.raises(ContextReadyError, match=sentence):
             call()
 
 
-def test_tokens_that_are_no_batch_are_refused():
-    with pytest.raises(ContextReadyError, match=r"shape \(9,\)"):
+def test_tokens_that_are_not_a_batch_are_refused():
+    with pytest.raises(ContextReadyError, match=r"got \(9,\)"):
         prefill(small_model(), random_tokens()[0])
 
 
@@ -269,7 +271,7 @@ def test_tokens_that_are_no_batch_are_refused():
 @pytest.mark.parametrize("changes", [{"layers": 1}, {"window": 3}])
 def test_a_state_of_another_model_is_refused(changes, solver):
     other, tokens = small_model(**changes), random_tokens(length=20)
-    with pytest.raises(ContextReadyError, match="state is of another model"):
+    with pytest.raises(ContextReadyError, match="state does not match the model"):
         prefill(small_model(), tokens, read(other, tokens)[1], solver=solver, segment=STEP)
 
 

@@ -1,4 +1,4 @@
-"""Sweeps over segments: what they make exact, when they stop, when they give up."""
+"""Sweeps over segments: what they make exact, when they stop, and when they give up."""
 
 from math import ceil, inf, isnan, nan
 
@@ -14,7 +14,7 @@ from contextready.solve.sweep import break_even_sweeps, solve_by_sweeps, sweeps_
 
 @pytest.fixture(autouse=True)
 def _known_hardware(monkeypatch):
-    """What is cheaper does not depend on how busy this machine is; here sweeps pay while they settle at all."""
+    """Fix the hardware figure, so that the load of this machine does not matter and converging sweeps pay off."""
     monkeypatch.setattr("contextready.solve.prefill.free_tokens", lambda model: 1000.0)
 
 
@@ -58,7 +58,7 @@ def test_as_many_sweeps_as_segments_are_the_stream(monkeypatch, segment):
     segments = 24 // segment
     assert (found.exact, found.alone_from, len(found.changes)) == (True, None, segments)
     assert found.runs == tuple((m * segment, 24) for m in range(segments))
-    # The plain pass, then steps that leave out what is exact already.
+    # The plain pass, then steps without the segments that are already exact.
     assert widths == [24] + [segments - m for m in range(segments) for _ in range(segment)]
     z, expected = read(model, tokens)
     assert gap(chunk.z_BTC, z) < 1e-9
@@ -96,10 +96,10 @@ def test_sweeps_that_are_not_finite_are_thrown_away(monkeypatch, window):
 
     monkeypatch.setattr(model, "recur", overflowing)
     found = prefill(model, tokens[:, 9:], state, segment=STEP)
-    assert found.info.note == "after sweep 1 the rest seemed cheaper one by one, from token 0 on"
+    assert found.info.note == "after sweep 1, tokens from 0 on were read one at a time, which seemed cheaper"
     assert found.info.exact
     assert isnan(found.info.changes[0])
-    assert found.info.passes == 3.0  # the plain pass, the sweep, and all again
+    assert found.info.passes == 3.0  # the plain pass, the sweep, and all tokens again
     assert gap(found.z_B1C, z[:, -1:]) < 1e-10
     assert_same_state(model, found.state, expected, 1e-10)
 
@@ -110,7 +110,7 @@ def test_segments_get_longer_with_the_prompt_and_shorter_with_wider_hardware():
         segments = [segment_length(T, rows) for T in lengths]
         assert segments == sorted(segments)
         assert min(segments) >= SHORTEST_SEGMENT
-        # Steps are WIDTH times as wide as is free, to the nearest power of two, and never narrower than pays.
+        # Steps are WIDTH times the free tokens, to the nearest power of two, and have a minimum width.
         widest = max(FEWEST_SEGMENTS, WIDTH * rows * 2**0.5)
         assert all(ceil(T / L) <= widest for T, L in zip(lengths, segments, strict=True))
     for T in lengths:
@@ -135,13 +135,13 @@ def test_the_sweeps_left_follow_from_the_last_two_changes():
     assert sweeps_left([0.5, nan], 1e-3, 7) == sweeps_left([inf], 1e-3, 7) == inf
 
 
-def test_as_many_sweeps_as_take_the_time_of_reading_alone():
+def test_how_many_sweeps_take_as_long_as_reading_one_token_at_a_time():
     for rows in (1.0, 4.0, 100.0):
         found = [break_even_sweeps(segments, rows) for segments in range(1, 200)]
         assert found == sorted(found)
         assert found[0] == pytest.approx(1.0)
         assert all(1.0 <= some <= min(segments, rows + 1) + 1e-9 for segments, some in enumerate(found, 1))
-        # A sweep of L steps, s wide, against s · L steps of one: L drops out.
+        # A sweep has L steps of width s; reading one at a time has s · L steps of width 1. L cancels.
         assert found[9] * (1 + 10 / rows) == pytest.approx(10 * (1 + 1 / rows))
     assert break_even_sweeps(12, inf) == 12
 

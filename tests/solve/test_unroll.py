@@ -97,7 +97,7 @@ def test_converged_says_what_stopped_the_passes_in_low_precision_too():
             assert info.converged
 
 
-def test_nothing_is_claimed_of_numbers_that_are_not_finite():
+def test_nothing_is_claimed_about_numbers_that_are_not_finite():
     model = small_model()
     with torch.no_grad():
         model.backbone.layers[0].ffn.up.weight[0, 0] = float("nan")
@@ -123,7 +123,7 @@ def test_norms_of_half_precision_do_not_overflow():
     assert all(residual < 1 for residual in info.changes)
 
 
-def test_a_model_that_says_nothing_has_settled():
+def test_a_model_whose_output_is_zero_has_converged():
     model = small_model()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -195,11 +195,11 @@ def test_gradients_flow_but_not_into_the_info():
 def test_bad_calls_say_what_is_wrong():
     model, tokens = small_model(), random_tokens()
     for call, message in (
-        (lambda: unroll(model, tokens), "passes .* or a tolerance"),
-        (lambda: unroll(model, tokens, 0), "passes=0"),
-        (lambda: unroll(model, tokens, tolerance=-1.0), "tolerance=-1.0"),
-        (lambda: unroll(model, tokens, tolerance=float("nan")), "tolerance=nan"),
-        (lambda: unroll(model, tokens, 2, state=model.init_state(1)), "1 rows and 2 were given"),
+        (lambda: unroll(model, tokens), "passes .* a tolerance, or both"),
+        (lambda: unroll(model, tokens, 0), "passes must be .* at least 1, but got 0"),
+        (lambda: unroll(model, tokens, tolerance=-1.0), "tolerance must be at least 0 .* but got -1.0"),
+        (lambda: unroll(model, tokens, tolerance=float("nan")), "tolerance must be at least 0 .* but got nan"),
+        (lambda: unroll(model, tokens, 2, state=model.init_state(1)), "1 rows, but the input has 2"),
         (
             lambda: unroll(model, tokens, 2, state=small_model(width=24).init_state(2)),
             "width 24, .* width 12",

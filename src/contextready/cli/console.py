@@ -1,4 +1,4 @@
-"""The consoles of rich that all verbs print with."""
+"""The rich consoles that all verbs print with."""
 
 import sys
 from typing import TYPE_CHECKING
@@ -8,13 +8,13 @@ if TYPE_CHECKING:
 
 
 def make_console(*, stderr: bool = False, tables: bool = False, file_width: int | None = None) -> "Console":
-    """A console that prints text as it is: brackets are no markup, numbers get no colours.
+    """Create a console that prints text literally: brackets are not markup, and numbers are not coloured.
 
-    By default for sentences, which are never broken into lines.
+    By default it is meant for sentences and never breaks lines.
 
-    stderr       for what passes by: progress bars and remarks, laid out like tables
-    tables       for tables and paragraphs, laid out in the width of the terminal
-    file_width   columns where standard output is no terminal (default: rich's 80)
+    stderr       for progress bars and remarks, laid out like tables
+    tables       for tables and paragraphs, laid out to the width of the terminal
+    file_width   number of columns if standard output is not a terminal (default: rich's 80)
     """
     from rich.console import Console
 

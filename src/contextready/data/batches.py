@@ -1,4 +1,4 @@
-"""Batches as a function of their number: no state to lose, so any step can be repeated and any rank knows its part."""
+"""Batches as a pure function of their index, so that any step can be repeated and every rank finds its own rows."""
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ ROUNDS = 4
 
 
 class Sequences:
-    """The sequences of T + 1 tokens that lie one after the other in a split, each token but the first a target once."""
+    """A split cut into consecutive sequences of T inputs, so that each token but the first is a target once."""
 
     def __init__(self, tokens: TokenArray, block_size: int, split: str = "train") -> None:
         self.tokens, self.block_size = tokens, block_size
@@ -19,11 +19,11 @@ class Sequences:
         if self.count < 1:
             raise ContextReadyError(
                 f"block_size={block_size} is longer than the {split} data ({len(tokens):,} tokens); "
-                "give a smaller block_size or more text."
+                "use a smaller block_size or more text."
             )
 
     def read(self, indices: np.ndarray, offset: int = 0) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (B, T) of these sequences, all shifted by `offset` tokens."""
+        """Return the inputs and targets (B, T) of these sequences, all shifted by `offset` tokens."""
         T = self.block_size
         rows = [self.tokens.read(int(i) * T + offset, T + 1) for i in indices]
         both_BT = torch.from_numpy(np.stack(rows).astype(np.int64))
@@ -31,15 +31,15 @@ class Sequences:
 
 
 class Batches:
-    """Endless shuffled training sequences: every epoch visits each once, in its own order and at its own offset."""
+    """Endless shuffled training sequences. Every epoch visits each once, in its own order and at its own offset."""
 
     def __init__(self, tokens: TokenArray, block_size: int, seed: int) -> None:
         self.sequences, self.seed = Sequences(tokens, block_size), seed
-        # Leaving out the last one makes room for an offset that differs from epoch to epoch.
+        # The last one is left out, so that every epoch can shift all sequences by its own offset.
         self.per_epoch = max(1, self.sequences.count - 1)
 
     def read(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of the `count` sequences after the first `first` of the whole run."""
+        """Return the inputs and targets of sequences `first` to `first + count - 1`, counted over the whole run."""
         numbers = np.arange(first, first + count)
         inputs, targets = [], []
         for epoch in np.unique(numbers // self.per_epoch):
@@ -55,9 +55,10 @@ class Batches:
 
 
 def shuffled(places: np.ndarray, size: int, seed: tuple[int, ...]) -> np.ndarray:
-    """Where these places of 0 … size - 1 go in a seeded permutation, without building the permutation.
+    """Map these indices through a seeded permutation of 0 … size - 1, without building the permutation.
 
-    A Feistel network permutes a power of four; whoever lands outside goes round again until inside.
+    A Feistel network permutes the next power of four. An index that lands outside `size` is mapped again until it is
+    inside.
     """
     half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
@@ -74,7 +75,7 @@ def shuffled(places: np.ndarray, size: int, seed: tuple[int, ...]) -> np.ndarray
 
 
 def _mixed(x: np.ndarray, key: np.uint64) -> np.ndarray:
-    """Scramble 64-bit numbers (the finaliser of splitmix64)."""
+    """Scramble 64-bit numbers (the finalizer of splitmix64)."""
     with np.errstate(over="ignore"):
         x = (x + key) * np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

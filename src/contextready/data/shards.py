@@ -1,7 +1,7 @@
 """Prepared data: memory-mapped token shards with a manifest, read as one long array of ids.
 
-DATA/manifest.json         what was prepared, counts, sizes and SHA-256 of every file
-DATA/tokenizer.json        the tokenizer (absent for token files that came without one)
+DATA/manifest.json         the source, token counts, and the size and SHA-256 of every file
+DATA/tokenizer.json        the tokenizer (absent if token files came without one)
 DATA/train-00000.bin …     little-endian uint16, or uint32 for vocabularies above 65,536
 DATA/val-00000.bin …
 """
@@ -24,7 +24,7 @@ Ids = np.ndarray[Any, np.dtype[Any]]
 
 
 class ShardWriter:
-    """Append documents to the shards of one split, starting a new one when the last is full."""
+    """Appends documents to the shards of one split, and starts a new shard when the last is full."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], shard_tokens: int) -> None:
         self.folder, self.split, self.dtype, self.shard_tokens = folder, split, dtype, shard_tokens
@@ -34,7 +34,7 @@ class ShardWriter:
         self._file: Any = None
 
     def add(self, ids: Sequence[int] | Ids, end_id: int, size: int) -> None:
-        """Write one document of `size` bytes of text, and its end token."""
+        """Write one document, whose text has `size` bytes, and its end token."""
         document = np.empty(len(ids) + 1, self.dtype)
         document[:-1] = ids
         document[-1] = end_id
@@ -51,18 +51,18 @@ class ShardWriter:
             self._left -= len(part)
 
     def close(self) -> None:
-        """Finish the last shard."""
+        """Close the last shard."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def summary(self) -> dict[str, Any]:
-        """What the manifest says of this split."""
+        """Return the manifest's entry for this split."""
         return {"tokens": self.tokens, "documents": self.documents, "bytes": self.bytes, "shards": self.names}
 
 
 class TokenArray:
-    """The shards of one split as one array of ids; only what is read is loaded."""
+    """The shards of one split as one array of ids; only the parts that are read are loaded."""
 
     def __init__(self, shards: Sequence[Ids]) -> None:
         self._shards = shards
@@ -72,7 +72,7 @@ class TokenArray:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def read(self, start: int, count: int) -> Ids:
-        """`count` ids from `start` on, across shards."""
+        """Return `count` ids from `start` on, across shards."""
         parts = []
         shard = int(np.searchsorted(self._ends, start, side="right"))
         while count > 0:
@@ -87,17 +87,16 @@ class Data:
     """A folder of prepared data, checked when it is opened."""
 
     def __init__(self, folder: Path, verify: Iterable[str] = SPLITS) -> None:
-        """Open it: sizes are checked, and for the splits in `verify` the checksums too."""
+        """Open the folder and check the size of every file, and the checksums of the splits in `verify`."""
         if not folder.is_dir():
             raise ContextReadyError(
-                f"There is no prepared data at {folder}; make it, for example: crt data prepare {folder} default "
-                "--vocab-size 4096."
+                f"No prepared data exists at {folder}. Prepare it with crt data prepare, or pass another folder."
             )
         self.folder = folder
-        self.manifest = read_manifest(folder, FORMAT, "prepared data (crt data prepare makes it)")
+        self.manifest = read_manifest(folder, FORMAT, "prepared data (the output of crt data prepare)")
         for key in ("dtype", "vocab_size", "end_id", "splits", "tokenizer_sha256"):
             if key not in self.manifest:
-                raise ContextReadyError(f"{folder / MANIFEST} says nothing about {key}; prepare the data again.")
+                raise ContextReadyError(f"{folder / MANIFEST} has no entry {key}; prepare the data again.")
         for split in verify:
             check_sums(folder, self.manifest, self._shards(split))
         self.dtype = np.dtype(self.manifest["dtype"])
@@ -106,7 +105,7 @@ class Data:
 
     @property
     def identity(self) -> str:
-        """What tells this data apart: a hash over the checksums of its shards."""
+        """A hash over the checksums of the shards, which identifies this data."""
         sums = [self.manifest["files"][name]["sha256"] for split in SPLITS for name in self._shards(split)]
         return hashlib.sha256(" ".join(sums).encode()).hexdigest()
 
@@ -116,29 +115,29 @@ class Data:
 
     @property
     def tokenizer_sha256(self) -> str | None:
-        """The tokenizer the ids were made with, if it is known."""
+        """The hash of the tokenizer that the ids were created with, if it is known."""
         sha256: str | None = self.manifest["tokenizer_sha256"]
         return sha256
 
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer the ids were made with; refuses one that has been put in its place."""
+        """Load the tokenizer that the ids were created with; it is an error if the file was replaced."""
         if self.tokenizer_sha256 is None:
             return None
         tokenizer = Tokenizer.load(self.folder / FILE)
         if tokenizer.sha256 != self.tokenizer_sha256:
             raise ContextReadyError(
-                f"{self.folder / FILE} is not the tokenizer these shards were made with; put the original back or "
-                "prepare the data again."
+                f"{self.folder / FILE} is not the tokenizer that these shards were created with; restore the "
+                "original or prepare the data again."
             )
         return tokenizer
 
     def tokens(self, split: str) -> TokenArray:
-        """All tokens of `train` or `val`."""
+        """Return all tokens of `train` or `val`."""
         if split not in SPLITS:
             raise ContextReadyError(f"There is no split '{split}'; choose train or val.")
         return TokenArray([np.memmap(self.folder / name, self.dtype, "r") for name in self._shards(split)])
 
     def bytes_per_token(self, split: str) -> float | None:
-        """Bytes of text a token of this split stands for, on average, if the text is known."""
+        """Return the average number of bytes of text per token of this split, if the text is known."""
         counts = self.manifest["splits"][split]
         return counts["bytes"] / counts["tokens"] if counts["bytes"] and counts["tokens"] else None

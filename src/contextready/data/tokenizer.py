@@ -1,4 +1,4 @@
-"""Byte-level BPE: trained here, or an existing tokenizer.json of any kind."""
+"""The tokenizer: a byte-level BPE trained here, or any existing tokenizer.json."""
 
 import hashlib
 import json
@@ -14,15 +14,15 @@ KNOWN_ENDS = (END, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>
 
 
 class Tokenizer:
-    """Text to ids and back, with one token that ends documents."""
+    """Converts text to ids and back; one of its tokens marks the end of a document."""
 
     def __init__(self, inner: Any, end: str | None = None) -> None:
-        """Wrap a `tokenizers.Tokenizer`; `end` names its end token, else the usual names are tried."""
+        """Wrap a `tokenizers.Tokenizer`; `end` names its end token (default: the first of the usual names it has)."""
         self.inner = inner
-        # Padding or cutting belongs to whoever made the file; a corpus is neither padded nor cut.
+        # The file may ask for padding or truncation; a corpus needs neither.
         inner.no_padding()
         inner.no_truncation()
-        # A document that writes about "<|endoftext|>" must not end there.
+        # A document that contains the text "<|endoftext|>" must not end there.
         inner.encode_special_tokens = True
         self.end = end or next((name for name in KNOWN_ENDS if inner.token_to_id(name) is not None), None)
         if self.end is None or inner.token_to_id(self.end) is None:
@@ -33,13 +33,13 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """Learn a byte-level BPE (GPT-2's splitting, every byte known) of this many tokens, end token included."""
+        """Train a byte-level BPE with this many tokens, including the end token; it splits words like GPT-2."""
         from tokenizers import Tokenizer as Inner
         from tokenizers import decoders, models, pre_tokenizers, trainers
 
         if not 257 <= vocab_size <= 2**31:
             raise ContextReadyError(
-                f"A vocabulary of {vocab_size} is impossible: give at least 257 (bytes and the end)."
+                f"The vocabulary size must be at least 257 (256 bytes and the end token), but got {vocab_size}."
             )
         inner = Inner(models.BPE())
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -55,7 +55,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path, end: str | None = None) -> "Tokenizer":
-        """Read a tokenizer.json, or the folder that holds one (a Hugging Face model, a checkpoint, prepared data)."""
+        """Load a tokenizer.json, or the one in a folder (a Hugging Face model, a checkpoint, prepared data)."""
         from tokenizers import Tokenizer as Inner
 
         file = path / FILE if path.is_dir() else path
@@ -69,28 +69,28 @@ class Tokenizer:
 
     @property
     def sha256(self) -> str:
-        """What tells two tokenizers apart."""
+        """A hash that identifies this tokenizer."""
         return hashlib.sha256(self.inner.to_str().encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json, and the end token as Hugging Face names it."""
+        """Write tokenizer.json, and a tokenizer_config.json that names the end token for Hugging Face."""
         (folder / FILE).write_text(self.inner.to_str(pretty=True), encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(
             json.dumps({"eos_token": self.end, "tokenizer_class": "PreTrainedTokenizerFast"})
         )
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, without any special token added; uses every core."""
+        """Return the ids of each text, without special tokens; uses all cores."""
         return [encoding.ids for encoding in self.inner.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; the end token shows."""
+        """Return the text of these ids, including any end tokens."""
         text: str = self.inner.decode(ids, skip_special_tokens=False)
         return text
 
 
 def _end_from_config(folder: Path) -> str | None:
-    """The end token a Hugging Face tokenizer_config.json names."""
+    """Return the end token that a Hugging Face tokenizer_config.json names, if any."""
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return None

@@ -1,4 +1,4 @@
-"""What is measured on a model: perplexity, contraction, the bounds of the paper, exactness.
+"""Measurements on a model: perplexity, contraction, the paper's bounds, and exactness.
 
-May import data, solve and model.
+This package may import `data`, `solve` and `model`.
 """

@@ -10,12 +10,12 @@ from contextready.solve.reading import a_posteriori_bound, check_rate
 
 
 def warm_start_bound(rate: float, embedding_rate: float, embedding_change: float) -> float:
-    """‖G(c*; e') - c*'‖ ≤ L M / (1 - L) · ‖e' - e‖: one pass from the old fixed point after the tokens changed."""
+    """‖G(c*; e') - c*'‖ ≤ L M / (1 - L) · ‖e' - e‖: the error of one pass from the old fixed point for new tokens."""
     return a_posteriori_bound(rate, embedding_rate * embedding_change)
 
 
 def tracking_bound(rate: float, step_error: float) -> float:
-    """‖b_t - π(s_t)‖ ≤ ε / (1 - L_h) for all t: a step that errs by ε never drifts further than this."""
+    """‖b_t - π(s_t)‖ ≤ ε / (1 - L_h) for all t: steps with an error of ε never drift further than this."""
     check_rate(rate)
     return step_error / (1.0 - rate)
 
@@ -23,12 +23,12 @@ def tracking_bound(rate: float, step_error: float) -> float:
 def causal_contraction_bound(a_TT: Tensor, weights_T: Tensor | None = None) -> float:
     """L_w = max_t w_t Σ_{s<t} a_ts / w_s: a Lipschitz constant of G in the norm max_t w_t ‖c_t‖.
 
-    `a_TT[t, s]` bounds ‖∂G_t/∂c_s‖. Weights that fall fast enough make any past-only G a contraction.
+    `a_TT[t, s]` bounds ‖∂G_t/∂c_s‖. Weights that decrease fast enough make any strictly causal G a contraction.
     """
     _check_past_only(a_TT)
     w_T = torch.ones_like(a_TT[0]) if weights_T is None else weights_T
     if w_T.shape != a_TT.shape[:1] or not bool((w_T > 0).all()):
-        raise ContextReadyError("The weights must be one positive number for each position.")
+        raise ContextReadyError("weights_T must hold one positive number per position.")
     return (w_T * (a_TT / w_T).sum(dim=1)).max().item()
 
 
@@ -39,7 +39,7 @@ def path_sum_bound(a_TT: Tensor, first: float, corrections: int) -> Tensor:
     """
     _check_past_only(a_TT)
     if corrections < 0:
-        raise ContextReadyError(f"corrections={corrections} is too small; give 0 or more.")
+        raise ContextReadyError(f"corrections must be at least 0, but got {corrections}.")
     T = a_TT.shape[0]
     ones_T = torch.ones_like(a_TT[0])
     paths_T = torch.linalg.solve_triangular(
@@ -50,20 +50,22 @@ def path_sum_bound(a_TT: Tensor, first: float, corrections: int) -> Tensor:
 
 
 def receptive_field(layers: int, window: int, passes: int = 1) -> int:
-    """How many positions before it an N-layer transformer with window W can see: N (W - 1).
+    """Return how many earlier positions a token of an N-layer transformer with window W can depend on: N (W - 1).
 
-    The window counts the token itself. (The paper's N · W counts it as if it did not, or bounds from above.) K parallel
-    passes of a context-ready model see K times as far and one position more for each shift; its stream sees everything.
+    The window includes the token itself. (The paper's N · W counts a window without it, or is an upper bound.) With K
+    parallel passes, a context-ready model sees K times as far, plus one position per shift. Its stream sees everything.
     """
     return passes * layers * (window - 1) + passes - 1
 
 
 def layers_to_reach(distance: int, window: int) -> int:
-    """How few layers of a windowed transformer can carry anything over that many positions."""
+    """Return how many layers a windowed transformer needs at least to carry information over this distance."""
     if distance <= 0:
         return 0
     if window < 2:
-        raise ContextReadyError("A window of 1 sees only the token itself, so no depth reaches further back.")
+        raise ContextReadyError(
+            "A window of 1 contains only the token itself, so no number of layers reaches further back."
+        )
     return math.ceil(distance / (window - 1))
 
 

@@ -1,6 +1,6 @@
-"""How fast the corrections of a model settle: the paper's L̂, and the Jacobian of its correction operator.
+"""How fast a model's corrections converge: the paper's L̂, and the Jacobian of the correction operator.
 
-G maps the corrections c of all positions to new ones: G_t(c) = correction(z_{t-1}(c), e_t).
+The operator G maps the corrections c of all positions to new ones: G_t(c) = correction(z_{t-1}(c), e_t).
 """
 
 from functools import partial
@@ -16,31 +16,31 @@ from contextready.solve.norms import norms
 
 
 class EmpiricalRate(NamedTuple):
-    """L̂ and where it comes from."""
+    """L̂ and the ratios that it is computed from."""
 
     rate: float
-    """L̂: the largest ratio of any position."""
+    """L̂, the largest ratio of any position."""
     norm_rate: float
-    """The ratio of the largest changes, wherever they are: never above L̂, and far steadier."""
+    """The ratio of the largest changes over all positions: never above L̂, and far less noisy."""
     ratios_BT: Tensor
-    """The ratio of each row and position; NaN where the correction had settled already."""
+    """The ratio at each row and position; NaN if the correction had already converged there."""
 
 
 @torch.no_grad()
 def empirical_rate(model: ContextReady, tokens_BT: Tensor, corrections: int) -> EmpiricalRate:
     """L̂ = max_t ‖c_{K,t} - c_{K-1,t}‖ / ‖c_{K-1,t} - c_{K-2,t}‖ with K = `corrections` ≥ 2 and c_0 = 0.
 
-    A diagnostic of this trajectory, not a Lipschitz constant. Positions whose denominator is rounding noise (the
-    first ones are exact after a few passes) have no ratio and are left out; if all have settled, L̂ is 0.
+    This is a diagnostic of one trajectory, not a Lipschitz constant. Positions whose denominator is rounding noise are
+    left out (the first positions are exact after a few passes). If all have converged, L̂ is 0.
     """
     if corrections < 2:
         raise ContextReadyError(
-            f"corrections={corrections} is too small; the rate compares two changes, so give 2 or more."
+            f"corrections must be at least 2, because the rate compares two changes, but got {corrections}."
         )
     newest = correction_trajectory(model, tokens_BT, corrections)[-3:]
     if torch.finfo(newest[-1].dtype).bits < 32:
         raise ContextReadyError(
-            f"{newest[-1].dtype} drowns changes in rounding; measure the rate in float32 or float64."
+            f"The rate cannot be measured in {newest[-1].dtype}, which rounds too much; use float32 or float64."
         )
     before_BT = norms(newest[1] - newest[0])
     after_BT = norms(newest[2] - newest[1])
@@ -56,25 +56,25 @@ def empirical_rate(model: ContextReady, tokens_BT: Tensor, corrections: int) -> 
 
 
 def correction_trajectory(model: ContextReady, tokens_BT: Tensor, corrections: int) -> list[Tensor]:
-    """c^(0) = 0, c^(1), … c^(n): the corrections that passes 1 … n + 1 enter with."""
+    """Return c^(0) = 0, c^(1), … c^(n), the corrections used by passes 1 … n + 1."""
     e_BTC = model.backbone.embed(tokens_BT)
     results = islice(model.passes(e_BTC), corrections + 1)
     return [torch.zeros_like(e_BTC) if r.correction_BTC is None else r.correction_BTC for r in results]
 
 
 def correction_operator(model: ContextReady, c_BTC: Tensor, e_BTC: Tensor) -> Tensor:
-    """G(c; e): the corrections that follow when tokens enter the blocks as e + c."""
+    """Return G(c; e), the new corrections after the blocks have been run on e + c."""
     out: Tensor = model.correction(shift_right(model.enter(e_BTC, c_BTC).carried_BTC), e_BTC)
     return out
 
 
 def jacobian_norms(model: ContextReady, c_BTC: Tensor, e_BTC: Tensor, of: str = "correction") -> Tensor:
-    """‖∂G_t/∂c_s‖ (or with `of="embedding"`, ‖∂G_t/∂e_s‖) at this point: (B, T, T), operator norms.
+    """Return the operator norms ‖∂G_t/∂c_s‖, or ‖∂G_t/∂e_s‖ with `of="embedding"`, at this point: (B, T, T).
 
-    Builds the whole Jacobian, (T C)² numbers a row: for small models and short sequences.
+    This builds the whole Jacobian, (T C)² numbers per row, so it is only for small models and short sequences.
     """
     if of not in ("correction", "embedding"):
-        raise ContextReadyError(f"of='{of}' is unknown; choose correction or embedding.")
+        raise ContextReadyError(f"of must be 'correction' or 'embedding', but got '{of}'.")
     rows = []
     for row in range(c_BTC.shape[0]):
         c_1TC, e_1TC = c_BTC[row : row + 1].detach(), e_BTC[row : row + 1].detach()

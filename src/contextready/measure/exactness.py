@@ -1,4 +1,4 @@
-"""Streaming against parallel passes on a small random model: that both are one function, measured."""
+"""Measures on a small random model that streaming and parallel passes compute the same function."""
 
 from dataclasses import dataclass
 from itertools import islice
@@ -18,30 +18,33 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class ExactResult:
-    """What was measured; changes and errors are the largest over positions, relative to their own norm."""
+    """The measurements. Changes and errors are the largest over positions, relative to each position's norm."""
 
     tokens: int
     changes: list[float]
-    """How much pass k = 2 … T + 1 changed z."""
+    """The change of z in passes k = 2 … T + 1."""
     errors: list[float]
-    """How far z is from streaming after pass k = 1 … T + 1."""
+    """The difference between z and streaming after passes k = 1 … T + 1."""
     exact: list[int]
-    """How many of the first positions equal streaming after pass k = 1 … T + 1."""
+    """The number of leading positions that equal streaming after passes k = 1 … T + 1."""
     cumulative_error: float
-    """How far the cumulative (resnet) unroll is from streaming after T + 1 passes."""
+    """The difference between the cumulative (resnet) unroll and streaming after T + 1 passes."""
     rate: float
     """The paper's L̂ at the fifth correction."""
     norm_rate: float
-    """The ratio of the largest changes there."""
+    """The ratio of the largest changes at the fifth correction."""
 
 
 @torch.no_grad()
 def run_exact(tokens: int, layers: int, width: int, seed: int) -> ExactResult:
-    """Stream T random tokens, unroll over them in T + 1 parallel passes, and compare, in float64."""
+    """Stream T random tokens, unroll T + 1 parallel passes over them, and compare the results in float64."""
     if tokens < 8:
-        raise ContextReadyError(f"--tokens {tokens} is too few to see anything; give at least 8.")
+        raise ContextReadyError(f"--tokens must be at least 8, but got {tokens}.")
     if tokens > 2048 or width % 8 or not 0 <= seed < 2**63:
-        raise ContextReadyError("Give --tokens up to 2048, --width a multiple of 8, and --seed from 0 to below 2**63.")
+        raise ContextReadyError(
+            "--tokens must be at most 2048, --width a multiple of 8, and --seed between 0 and 2**63 - 1, but got "
+            f"{tokens}, {width} and {seed}."
+        )
     torch.manual_seed(seed)
     config = ModelConfig(VOCABULARY, width, layers, heads=4, correction="add")
     model = build_model(config).double()

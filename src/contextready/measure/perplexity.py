@@ -1,4 +1,4 @@
-"""Perplexity over whole sequences: after K parallel passes, and sequentially, as the model streams."""
+"""Perplexity over whole sequences, after K parallel passes or sequentially, as the model streams."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from contextready.data.batches import Sequences
 from contextready.model.context_ready import ContextReady
 
 PARALLEL_TOKENS = 1 << 14
-"""Tokens in a batch of parallel passes."""
+"""Tokens per batch in parallel passes."""
 SEQUENTIAL_ROWS = 512
-"""Sequences that stream side by side: a step is a product with as many rows, so the weights are read seldom."""
+"""The most sequences to stream at the same time. With many rows per step, the weights are read less often."""
 SEQUENTIAL_BYTES = 1 << 30
-"""… or fewer, where their states would take more than this."""
+"""The most memory for the states of these sequences."""
 LOGITS_AT_ONCE = 1 << 25
 
 
 @dataclass(frozen=True)
 class Score:
-    """Negative log-likelihood of each sequence, in nats per token."""
+    """The negative log-likelihood of each sequence, in nats per token."""
 
     nll_N: np.ndarray
 
@@ -40,36 +40,36 @@ class Score:
 
     @property
     def loss_error(self) -> float:
-        """Standard error of the loss, sequences taken as independent draws."""
+        """The standard error of the loss, with sequences as independent samples."""
         return standard_error(self.nll_N)
 
     @property
     def perplexity_error(self) -> float:
-        """Standard error of the perplexity."""
+        """The standard error of the perplexity."""
         return self.perplexity * self.loss_error
 
     @classmethod
     def interleaved(cls, shares: "Sequence[Score]") -> "Score":
-        """All sequences in their order, from n shares that each scored every n-th."""
+        """Combine n scores, each of every n-th sequence, in the order of the sequences."""
         nll_N = np.empty(sum(len(share.nll_N) for share in shares))
         for i, share in enumerate(shares):
             nll_N[i :: len(shares)] = share.nll_N
         return cls(nll_N)
 
     def bits_per_byte(self, bytes_per_token: float) -> tuple[float, float]:
-        """Bits to code a byte of text, and the standard error of that."""
+        """Return the bits per byte of text and their standard error."""
         scale = log(2.0) * bytes_per_token
         return self.loss / scale, self.loss_error / scale
 
     def perplexity_above(self, other: "Score") -> tuple[float, float]:
-        """How much higher this perplexity is than another on the same sequences, and the standard error of that."""
-        # Both vary together from sequence to sequence, so the error is that of the paired difference.
+        """Return this perplexity minus another on the same sequences, and the standard error of the difference."""
+        # Both scores vary together from sequence to sequence, so the paired difference gives the error.
         paired_N = self.perplexity * self.nll_N - other.perplexity * other.nll_N
         return self.perplexity - other.perplexity, standard_error(paired_N)
 
 
 def standard_error(values: np.ndarray) -> float:
-    """Of the mean; not a number for a single value."""
+    """Return the standard error of the mean; NaN for a single value."""
     return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else float("nan")
 
 
@@ -82,9 +82,9 @@ def parallel_scores(
     advance: Callable[[int], None] = lambda _: None,
     share: tuple[int, int] = (0, 1),
 ) -> dict[int, Score]:
-    """Score the first `count` sequences (default: all) after each of these K; a transformer has only K = 1.
+    """Score the first `count` sequences (default: all) after each K in `passes`; a transformer has only K = 1.
 
-    With `share` = (i, n), only the sequences i, i + n, i + 2n, …
+    With `share` = (i, n), only sequences i, i + n, i + 2n, … are scored.
     """
     nll: dict[int, list[Tensor]] = {k: [] for k in passes}
     rows = max(1, PARALLEL_TOKENS // sequences.block_size)
@@ -105,7 +105,7 @@ def sequential_score(
     advance: Callable[[int], None] = lambda _: None,
     share: tuple[int, int] = (0, 1),
 ) -> Score:
-    """Score the first `count` sequences as streaming computes them: token by token, many sequences at once."""
+    """Score the first `count` sequences as the model streams: token by token, with many sequences at once."""
     nll = []
     one_row = _state_bytes(model, sequences.block_size)
     rows = max(1, min(SEQUENTIAL_ROWS, SEQUENTIAL_BYTES // one_row))
@@ -117,7 +117,7 @@ def sequential_score(
 
 
 def mean_nll(model: ContextReady, z_BTC: Tensor, targets_BT: Tensor) -> Tensor:
-    """Mean negative log-likelihood of each row (B,), float64 on the CPU; logits are made a few rows at a time."""
+    """Return the mean negative log-likelihood of each row (B,) as float64 on the CPU, a few rows at a time."""
     backbone = model.backbone
     rows = max(1, LOGITS_AT_ONCE // (z_BTC.shape[1] * backbone.head(z_BTC[:1, :1]).shape[-1]))
     means = []
@@ -130,7 +130,7 @@ def mean_nll(model: ContextReady, z_BTC: Tensor, targets_BT: Tensor) -> Tensor:
 
 
 def _state_bytes(model: ContextReady, tokens: int) -> int:
-    """What a row's state holds after this many tokens, if nothing is forgotten: what it holds after one, so often."""
+    """Return an upper bound on a row's state after this many tokens: that many times its state after one token."""
     token_11 = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
     _, state = model.read(model.backbone.embed(token_11), model.init_state(1))
     return tokens * state.nbytes

@@ -1,4 +1,4 @@
-"""The model: backbone, correction, recurrence, state, and what they cost.
+"""The model: backbone, correction, recurrence, state, and their cost.
 
-Imports only torch, numpy and the modules beside the folders that need no settings (errors, files).
+This package imports only torch, numpy and the top-level modules `errors` and `files`.
 """

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens a transformer has read: a plain value, never changed in place."""
+"""The key-value cache of a transformer: an immutable value, never changed in place."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,19 +14,19 @@ from contextready.model.config import TransformerConfig
 
 
 class Cache(Protocol):
-    """What a state asks of a backbone's cache; each backbone brings its own."""
+    """The interface that a state needs from a cache; each backbone has its own kind."""
 
     @property
     def position(self) -> int:
-        """Tokens read so far."""
+        """The number of tokens read so far."""
 
     @property
     def batch_size(self) -> int:
-        """Rows."""
+        """The number of rows."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors held."""
+        """The size of all tensors in bytes."""
 
     def clone(self) -> Self:
         """Return a copy that shares no memory."""
@@ -43,14 +43,14 @@ class Cache(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """Keys and values of the newest positions, oldest first."""
+    """The keys and values of the newest positions, oldest first."""
 
     layers: tuple[KV, ...]
     position: int
     window: int | None
-    """The attention window of the model, or none."""
+    """The attention window of the model, or none for full attention."""
     keep: int | None
-    """At most this many positions are held; none: all of them."""
+    """The maximum number of positions to keep, or none to keep all."""
 
     @classmethod
     def empty(
@@ -64,13 +64,13 @@ class KVCache:
         history: int,
         like: Tensor,
     ) -> "KVCache":
-        """A cache before the first token, with the dtype and device of `like`.
+        """Create an empty cache with the dtype and device of `like`.
 
-        A windowed token needs the window - 1 positions before it; `history` more are kept to roll back.
+        With a window, a token attends to the window - 1 positions before it; `history` more are kept for rollback.
         """
         if batch_size < 1 or history < 0:
             raise ContextReadyError(
-                f"A state of {batch_size} rows and history {history} was asked for; give at least 1 row and history 0."
+                f"batch_size must be at least 1 and history at least 0, but got {batch_size} and {history}."
             )
         nothing = like.new_empty(batch_size, heads, 0, head_size)
         keep = None if window is None else window - 1 + history
@@ -78,44 +78,44 @@ class KVCache:
 
     @property
     def batch_size(self) -> int:
-        """Rows."""
+        """The number of rows."""
         return self.layers[0][0].shape[0]
 
     @property
     def length(self) -> int:
-        """Positions held."""
+        """The number of positions held."""
         return self.layers[0][0].shape[2]
 
     @property
     def needed(self) -> int:
-        """Positions that the next token attends to: fewer must not be held, more are for rolling back."""
+        """The number of positions that the next token attends to; any others are kept for rollback."""
         return self.position if self.window is None else min(self.position, self.window - 1)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values held."""
+        """The size of the keys and values in bytes."""
         return sum(tensor.nbytes for kv in self.layers for tensor in kv)
 
     @property
     def shape(self) -> tuple[int | None, ...]:
-        """Layers, heads, head size and window: what must agree with a model's."""
+        """Layers, heads, head size and window, which must match the model's."""
         k_BHSE = self.layers[0][0]
         return len(self.layers), k_BHSE.shape[1], k_BHSE.shape[3], self.window
 
     def attend(self, config: TransformerConfig, x_BTC: Tensor) -> "AfterCache":
-        """How the next tokens attend."""
+        """Return the attention for the next tokens."""
         check_shape(self.shape, (config.layers, config.heads, config.head_size, config.window))
         check_rows(self.batch_size, x_BTC.shape[0])
         return AfterCache(config, x_BTC, self)
 
     def advanced(self, layers: list[KV], tokens: int) -> "KVCache":
-        """Return the cache after `tokens` more, given each layer's old and new keys and values joined."""
+        """Return the cache after `tokens` more tokens; `layers` holds the old and new keys and values, joined."""
         total = self.length + tokens
         start = 0 if self.keep is None else max(0, total - self.keep)
         advanced = replace(
             self, layers=tuple((k[:, :, start:], v[:, :, start:]) for k, v in layers), position=self.position + tokens
         )
-        # A slice holds on to the whole it was cut from, so after a chunk longer than the window it is copied out.
+        # A slice keeps the whole tensor alive, so if more is dropped than kept, the kept part is copied.
         return advanced.clone() if start > total - start else advanced
 
     def clone(self) -> "KVCache":
@@ -128,7 +128,7 @@ class KVCache:
 
     @staticmethod
     def stacked(caches: Sequence["KVCache"]) -> "KVCache":
-        """Join caches at the same position into one of all their rows."""
+        """Join caches at the same position into one cache with all their rows."""
         layers = zip(*(cache.layers for cache in caches), strict=True)
         return replace(
             caches[0],
@@ -145,7 +145,7 @@ class KVCache:
         if held < rolled.needed:
             raise ContextReadyError(
                 f"Cannot roll back from position {self.position} to {position}: attention there needs {rolled.needed} "
-                f"earlier positions and {held} are kept; start the state with a larger history."
+                f"earlier positions, but only {held} are kept. Create the state with a larger history."
             )
         return rolled
 
@@ -162,7 +162,7 @@ class KVCache:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> "KVCache":
-        """Rebuild what `to_tensors` returned; anything else is a ValueError."""
+        """Rebuild a cache from the result of `to_tensors`; raises ValueError for anything else."""
         layers = tuple((tensors[f"{i}.k"], tensors[f"{i}.v"]) for i in range(meta["layers"]))
         cache = cls(layers, int(meta["position"]), meta["window"], meta["keep"])
         limits = [limit for limit in (cache.window, cache.keep) if limit is not None]
@@ -171,7 +171,7 @@ class KVCache:
             or not all(isinstance(limit, int) for limit in limits)
             or not cache.needed <= cache.length <= min([cache.position, *limits[-1:]])
         ):
-            raise ValueError("its keys and values do not fit together")
+            raise ValueError("its keys and values do not match")
         return cache
 
     def to(self, device: torch.device) -> "KVCache":
@@ -183,7 +183,7 @@ class KVCache:
 
 
 class AfterCache(Attend):
-    """Attention of the tokens that follow a cache."""
+    """Attention for the tokens that follow a cache."""
 
     def __init__(self, config: TransformerConfig, x_BTC: Tensor, cache: KVCache) -> None:
         T, device = x_BTC.shape[1], x_BTC.device
@@ -191,18 +191,18 @@ class AfterCache(Attend):
         self.set_positions(config, torch.arange(cache.position, cache.position + T, device=device), x_BTC.dtype)
         past = cache.length if config.window is None else min(cache.length, config.window - 1)
         self.visible = past + T
-        # One token sees all that is visible; several after nothing are a whole sequence.
+        # One token sees everything visible; several tokens after an empty cache are a whole sequence.
         self.causal = T > 1 and past == 0 and (config.window is None or config.window >= T)
         self.mask = None if T == 1 or self.causal else causal_mask(T, past, config.window, device)
 
     def join(self, layer: int, k_BHTE: Tensor, v_BHTE: Tensor) -> KV:
-        """The new ones after those of the cache."""
+        """Append the new keys and values to those of the cache, and return the visible ones."""
         k_BHPE, v_BHPE = self.cache.layers[layer]
         k_BHSE, v_BHSE = torch.cat((k_BHPE, k_BHTE), dim=2), torch.cat((v_BHPE, v_BHTE), dim=2)
         self.layers.append((k_BHSE, v_BHSE))
-        # Behind a window lies what only rolling back needs.
+        # Positions before the window are kept only for rollback.
         return k_BHSE[:, :, -self.visible :], v_BHSE[:, :, -self.visible :]
 
     def after(self) -> KVCache:
-        """The cache with these tokens."""
+        """Return the cache including these tokens."""
         return self.cache.advanced(self.layers, self.tokens)

@@ -1,4 +1,4 @@
-"""What models refuse: tokens, passes and states that they cannot compute with, each in one sentence."""
+"""Checks of the tokens, passes and states that are given to a model."""
 
 import torch
 from torch import Tensor
@@ -7,61 +7,63 @@ from contextready.errors import ContextReadyError
 
 
 def check_tokens(tokens_BT: Tensor, device: torch.device | None = None) -> None:
-    """Refuse anything that is not a batch of at least one token id each, on the model's device."""
+    """Raise an error unless this is a batch with at least one token id per row, on the model's device."""
     if tokens_BT.dim() != 2 or tokens_BT.shape[1] == 0 or tokens_BT.shape[0] == 0:
         raise ContextReadyError(
-            f"Tokens of shape {tuple(tokens_BT.shape)} were given; give (batch, tokens) with at least one of each."
+            f"Tokens must have shape (batch, tokens), with at least one of each, but got {tuple(tokens_BT.shape)}."
         )
     if tokens_BT.dtype not in (torch.int64, torch.int32):
-        raise ContextReadyError(f"Tokens of type {tokens_BT.dtype} were given; give whole numbers (int64 or int32).")
+        raise ContextReadyError(f"Tokens must be int64 or int32, but got {tokens_BT.dtype}.")
     if device is not None and tokens_BT.device != device:
-        raise ContextReadyError(f"The tokens are on {tokens_BT.device} and the model on {device}; move one.")
+        raise ContextReadyError(
+            f"The tokens are on {tokens_BT.device}, but the model is on {device}; move one of them."
+        )
 
 
 def unknown_token(tokens_BT: Tensor, vocab_size: int) -> ContextReadyError:
-    """Say which of these ids is not in the vocabulary."""
+    """Return an error that names the first id that is not in the vocabulary."""
     bad = tokens_BT[(tokens_BT < 0) | (tokens_BT >= vocab_size)].flatten()[0].item()
     return ContextReadyError(
-        f"Token id {bad} is out of range; this model knows the ids 0 to {vocab_size - 1}, so use its own tokenizer."
+        f"Token id {bad} is out of range: this model's ids are 0 to {vocab_size - 1}. Use the model's own tokenizer."
     )
 
 
 def check_passes(passes: int) -> None:
-    """Refuse fewer than one pass, or a fraction of one."""
+    """Raise an error unless the number of passes is a whole number of at least 1."""
     if not hasattr(passes, "__index__") or passes < 1:
-        raise ContextReadyError(f"passes={passes} is no K; K counts passes of the blocks, so give 1, 2, 3, …")
+        raise ContextReadyError(f"passes must be a whole number of at least 1, but got {passes}.")
 
 
 def check_carried(carried_BRC: Tensor, e_BTC: Tensor) -> None:
-    """Refuse the carried vectors of another model, or of another number of rows than these embeddings have."""
+    """Raise an error if a state's carried vectors do not match these embeddings in width, dtype, device or rows."""
     theirs = (carried_BRC.shape[2], carried_BRC.dtype, carried_BRC.device)
     ours = (e_BTC.shape[2], e_BTC.dtype, e_BTC.device)
     if theirs != ours:
         raise ContextReadyError(
-            "This state is of another model (width {}, {} on {}; this one: width {}, {} on {}); "
-            "start one with init_state.".format(*theirs, *ours)
+            "This state does not match the model: it has width {}, {} on {}, but the model has width {}, {} on {}. "
+            "Create a state with init_state.".format(*theirs, *ours)
         )
     check_rows(carried_BRC.shape[0], e_BTC.shape[0])
 
 
 def check_past(past: object) -> None:
-    """Refuse something after which the blocks cannot attend."""
+    """Raise an error if this is not a cache that the blocks can use."""
     if not hasattr(past, "attend"):
-        raise ContextReadyError("This is not a cache of this kind of model; start one with init_cache.")
+        raise ContextReadyError("This is not a cache for this kind of model; create one with init_cache.")
 
 
 def check_rows(held: int, given: int) -> None:
-    """Refuse a state of another number of rows than the input has."""
+    """Raise an error if the state and the input have different numbers of rows."""
     if held != given:
         raise ContextReadyError(
-            f"This state holds {held} rows and {given} were given; select or repeat its rows, or start a new state."
+            f"This state has {held} rows, but the input has {given}; select or repeat its rows, or create a new state."
         )
 
 
 def check_shape(theirs: tuple[int | None, ...], ours: tuple[int | None, ...]) -> None:
-    """Refuse keys and values of another model: layers, heads, head size and window must agree."""
+    """Raise an error if a state's layers, heads, head size or window differ from the model's."""
     if theirs != ours:
         raise ContextReadyError(
-            "This state is of another model (layers, heads, head size, window: "
-            f"{theirs} instead of {ours}); start one with init_state."
+            f"This state does not match the model: its (layers, heads, head size, window) are {theirs}, "
+            f"but the model's are {ours}. Create a state with init_state."
         )

@@ -1,4 +1,4 @@
-"""The configuration of a model, checked when it is made."""
+"""The configuration of a model, checked when it is created."""
 
 from dataclasses import dataclass
 
@@ -11,62 +11,62 @@ class TransformerConfig:
     """A decoder-only transformer with rotary positions: the paper's "roformer"."""
 
     vocab_size: int
-    """V, the number of tokens."""
+    """V, the size of the vocabulary."""
     width: int
-    """C, the size of the residual stream."""
+    """C, the width of the residual stream."""
     layers: int
-    """N of a transformer, D of a context-ready model."""
+    """Number of blocks: the paper's N for a transformer and D for a context-ready model."""
     heads: int
-    """Attention heads; the head size, width / heads, must be even."""
+    """Number of attention heads; the head size, width / heads, must be even."""
     window: int | None = None
-    """How many positions a token attends to, itself included; none: all of them."""
+    """Number of positions that a token attends to, including itself; none means all."""
     extra_ffn: bool = False
-    """One more feed-forward layer after the last block: the paper's FLOP-matched Roformer-hFFN."""
+    """Add a feed-forward layer after the last block, as in the paper's FLOP-matched Roformer-hFFN."""
     dropout: float = 0.0
-    """Dropped fraction at the input of the blocks and at the end of every residual branch."""
+    """Dropout probability at the input of the blocks and at the end of every residual branch."""
     bias: bool = False
-    """Biases in the linear layers and layer norms (never in the head)."""
+    """Use biases in the linear layers and layer norms (never in the head)."""
     rope_base: float = 10_000.0
     """Base of the rotary frequencies."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "width", "layers", "heads"):
             if getattr(self, name) < 1:
-                raise ContextReadyError(f"{name}={getattr(self, name)} is too small; it must be at least 1.")
+                raise ContextReadyError(f"{name} must be at least 1, but got {getattr(self, name)}.")
         if self.width % self.heads:
             raise ContextReadyError(
                 f"width={self.width} is not divisible by heads={self.heads}; choose heads among the divisors of width."
             )
         if self.head_size % 2:
             raise ContextReadyError(
-                f"width={self.width} with heads={self.heads} gives head size {self.head_size}, which is odd; "
-                "rotary positions turn pairs, so choose heads for which width / heads is even."
+                f"width={self.width} with heads={self.heads} gives an odd head size of {self.head_size}; "
+                "rotary positions need an even one, so choose another number of heads."
             )
         if self.window is not None and self.window < 1:
             raise ContextReadyError(
-                f"window={self.window} is too small; it counts the token itself, so give at least 1, or none."
+                f"window must be at least 1 (it includes the token itself) or none, but got {self.window}."
             )
         if not 0.0 <= self.dropout < 1.0:
-            raise ContextReadyError(f"dropout={self.dropout} is not a fraction; give a number from 0 to below 1.")
+            raise ContextReadyError(f"dropout must be at least 0 and less than 1, but got {self.dropout}.")
         if not self.rope_base > 1.0:
-            raise ContextReadyError(f"rope_base={self.rope_base} is too small; it must be above 1 (usual: 10000).")
+            raise ContextReadyError(f"rope_base must be greater than 1 (usually 10000), but got {self.rope_base}.")
 
     @property
     def head_size(self) -> int:
-        """Channels of one attention head."""
+        """The number of channels per attention head."""
         return self.width // self.heads
 
 
 @dataclass(frozen=True)
 class ModelConfig(TransformerConfig):
-    """A transformer, or with `correction` set, a context-ready model around it."""
+    """The configuration of a transformer or, if `correction` is set, of a context-ready model."""
 
     correction: str | None = None
-    """Which correction; none: a plain transformer."""
+    """The name of the correction, or none for a plain transformer."""
     correction_init: str = "random"
-    """random, or zero: the correction's output layer starts at zero, so the model starts as its transformer."""
+    """random or zero. With zero, the correction's output layer starts at zero, so the model starts as a transformer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Without a correction the initialisation is still checked, so that a misspelt one is told.
+        # correction_init is checked even without a correction, so that a misspelled value is reported.
         check_correction("add" if self.correction is None else self.correction, self.correction_init)

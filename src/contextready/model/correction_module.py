@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class CorrectionModule(nn.Module):
-    """The norms and the network that a correction's formula names, and the formula over them."""
+    """The norms and the network that a correction's formula uses, and the formula applied to them."""
 
     def __init__(self, definition: Correction, backbone: "Backbone", bias: bool = False) -> None:
         super().__init__()
@@ -26,63 +26,63 @@ class CorrectionModule(nn.Module):
         self.ffn = FFN(C, bias, inputs=parts.network_inputs * C) if parts.has_network else None
         if parts.uses_last_ffn and not hasattr(backbone, "last_ffn"):
             raise ContextReadyError(
-                f"correction={definition.name} needs this package's own transformer; use correction=add."
+                f"correction={definition.name} works only with a native transformer; use correction=add."
             )
-        # In a tuple, so that the weights are listed and saved once, as the block's.
+        # A tuple hides the weights from this module, so that they are listed and saved once, as the block's.
         self._shared: tuple[FFN, ...] = (backbone.last_ffn,) if parts.uses_last_ffn else ()  # type: ignore[attr-defined]
 
     def forward(self, carried_BTC: Tensor, e_BTC: Tensor) -> Tensor | None:
-        """correction_t from what position t-1 left and e_t; none where nothing is added."""
+        """Compute correction_t from the vector carried over from position t-1 and e_t; None adds nothing."""
         correction_BTC: Tensor | None = self.definition(self, carried_BTC, e_BTC)
         return correction_BTC
 
     def carry(self, x_BTC: Tensor, z_BTC: Tensor) -> Tensor:
-        """What a position leaves for the next one, given the blocks' input x and output z."""
+        """Return the vector that a position passes to the next one, given the blocks' input x and output z."""
         return z_BTC - x_BTC if self.carries_residual else z_BTC
 
     def fits(self, backbone: "Backbone") -> bool:
-        """Whether this correction was made for such a backbone: the very one, where they share weights."""
+        """Whether this correction fits the backbone: the width is the same, and shared weights are this backbone's."""
         shared = not self._shared or getattr(backbone, "last_ffn", None) is self._shared[0]
         return self.width == backbone.width and shared
 
     def LN(self, x: Tensor, name: str = "norm") -> Tensor:
-        """A layer norm of the formula."""
+        """Apply a layer norm of the formula."""
         normed: Tensor = getattr(self, name)(x)
         return normed
 
     def corr_ffn(self, x: Tensor) -> Tensor:
-        """The network of the formula."""
+        """Apply the correction's own network."""
         assert self.ffn is not None
         out: Tensor = self.ffn(x)
         return out
 
     def last_ffn(self, x: Tensor) -> Tensor:
-        """The last block's network."""
+        """Apply the last block's network."""
         out: Tensor = self._shared[0](x)
         return out
 
     def concat(self, z: Tensor, e: Tensor) -> Tensor:
-        """Both, side by side."""
+        """Concatenate both values."""
         return torch.cat((z, e), dim=-1)
 
     def initialise(self, init: str) -> None:
-        """Give the weights the values they start with; with `init="zero"` the output layer is zero."""
+        """Initialize the weights; with `init="zero"` the output layer starts at zero."""
         init_weights(self)
         if init == "zero" and self.ffn is not None:
             nn.init.zeros_(self.ffn.down.weight)
 
     @property
     def is_untrained(self) -> bool:
-        """Whether nothing was learnt yet: the output layer is zero."""
+        """Whether the output layer is still zero, so that nothing has been learned yet."""
         return self.ffn is not None and not bool(self.ffn.down.weight.any())
 
 
 def build_correction(
     name: str | None, backbone: "Backbone", init: str = "random", bias: bool = False
 ) -> CorrectionModule:
-    """Make a correction for this backbone, on its device and in its dtype; the name none makes no correction.
+    """Create a correction for this backbone, on its device and in its dtype; the name None means no correction.
 
-    With `init="zero"` the output layer starts at zero, so the model starts as the backbone alone.
+    With `init="zero"` the output layer starts at zero, so the model starts out equal to the backbone.
     """
     check_correction(name, init)
     correction = CorrectionModule(find_correction(name), backbone, bias)
@@ -91,7 +91,7 @@ def build_correction(
 
 
 def no_correction(backbone: "Backbone") -> CorrectionModule:
-    """What makes a context-ready model of this backbone a plain transformer."""
+    """Return the empty correction, with which a context-ready model is just its backbone."""
     return CorrectionModule(NO_CORRECTION, backbone)
 
 

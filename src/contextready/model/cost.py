@@ -1,6 +1,6 @@
-"""What a model costs: multiply-accumulates, parameters, cache bytes. No weight is allocated.
+"""The cost of a model: multiply-accumulates, parameters and cache size, computed without allocating weights.
 
-The paper counts multiply-accumulates and calls them FLOPs; so does this module, as `macs`.
+The paper counts multiply-accumulates and calls them FLOPs; this module counts them too and calls them `macs`.
 """
 
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from contextready.model.macs import attention_macs, attention_macs_of, block_mac
 
 @dataclass(frozen=True)
 class Account:
-    """The cost of one model, per token where it says so."""
+    """The cost of one model. Multiply-accumulates are per token unless stated otherwise."""
 
     config: ModelConfig
     macs_blocks: int
-    """Matrix products of the blocks, extra FFN included, attention scores not."""
+    """Matrix products of the blocks, including the extra FFN and excluding attention scores."""
     macs_correction: int
     macs_head: int
     parameters: int
@@ -27,7 +27,7 @@ class Account:
 
     @property
     def macs(self) -> int:
-        """FLOPs per token in the paper's convention: blocks, correction and head, attention scores left out."""
+        """FLOPs per token in the paper's convention: blocks, correction and head, without attention scores."""
         return self.macs_blocks + self.macs_correction + self.macs_head
 
     @property
@@ -36,28 +36,28 @@ class Account:
         return (self.macs_blocks + self.macs_correction) / self.config.width**2
 
     def macs_attention(self, context: int) -> int:
-        """Scores and weighted sums of a token that attends to `context` positions, itself included."""
+        """Attention scores and weighted sums of a token that attends to `context` positions, including itself."""
         return attention_macs(self.config, context)
 
     def macs_exact(self, context: int) -> int:
-        """One streaming step at this context, attention included."""
+        """The cost of one streaming step at this context length, including attention."""
         return self.macs + self.macs_attention(context)
 
     def macs_sequence(self, tokens: int, passes: int = 1) -> int:
-        """A forward over whole sequences of T tokens in K passes, per sequence, attention included.
+        """The cost of the forward pass over a sequence of T tokens in K passes, including attention.
 
-        K passes of the blocks, K - 1 corrections, one head; causal attention counts the pairs it needs.
+        It consists of K passes of the blocks, K - 1 corrections and one head. Attention counts only causal pairs.
         """
         attention = attention_macs_of(self.config, 0, tokens)
         once = tokens * self.macs_head
         return once + passes * (tokens * self.macs_blocks + attention) + (passes - 1) * tokens * self.macs_correction
 
     def kv_bytes_per_token(self, dtype: torch.dtype = torch.float32) -> int:
-        """Keys and values a token adds to the cache (with a window, until the window is full)."""
+        """Bytes of keys and values that a token adds to the cache (with a window, until the window is full)."""
         return 2 * self.config.width * self.config.layers * dtype.itemsize
 
     def state_bytes(self, context: int, dtype: torch.dtype = torch.float32, history: int = 1) -> int:
-        """What a stream holds after `context` tokens, per row: keys, values and the carried z."""
+        """Bytes of state per row after `context` tokens: keys, values and the carried z."""
         c = self.config
         held = context if c.window is None else min(context, c.window - 1 + history)
         carried = 0 if c.correction is None else min(context, history) + 1
@@ -65,7 +65,7 @@ class Account:
 
 
 def account(config: ModelConfig) -> Account:
-    """Count a model's cost from its configuration, on the meta device."""
+    """Compute a model's cost from its configuration, on the meta device."""
     with torch.device("meta"):
         model = build_model(config)
     return Account(

@@ -1,4 +1,4 @@
-"""The state of a stream: everything a context-ready model remembers between tokens, as a value."""
+"""The state of a stream: everything that a context-ready model remembers between tokens, as an immutable value."""
 
 import json
 from collections.abc import Sequence
@@ -17,32 +17,32 @@ FORMAT = "contextready-state-1"
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """KV caches, the vectors carried from the newest positions, and the position. Never changed in place."""
+    """The key-value cache and the vectors carried over from the newest positions. Never changed in place."""
 
     cache: Cache
     carried_BRC: Tensor
-    """What the newest 1 to history + 1 positions left for their successors, newest last; it begins as z_{-1} = 0."""
+    """The vectors carried over from the newest 1 to history + 1 positions, newest last; starts as z_{-1} = 0."""
     history: int
-    """How many positions a state that has read on can be rolled back; rolling back uses it up."""
+    """How many positions the state can be rolled back after reading. Rolling back uses them up."""
 
     @property
     def position(self) -> int:
-        """Tokens read so far."""
+        """The number of tokens read so far."""
         return self.cache.position
 
     @property
     def batch_size(self) -> int:
-        """Rows."""
+        """The number of rows."""
         return self.carried_BRC.shape[0]
 
     @property
     def z_prev_B1C(self) -> Tensor:
-        """z_{t-1}: what the next token's correction is computed from."""
+        """z_{t-1}, from which the next token's correction is computed."""
         return self.carried_BRC[:, -1:]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors held."""
+        """The size of all tensors in bytes."""
         return self.cache.nbytes + self.carried_BRC.nbytes
 
     def advanced(self, carried_BTC: Tensor, cache: Cache) -> "State":
@@ -56,24 +56,24 @@ class State:
         return replace(self, cache=self.cache.clone(), carried_BRC=self.carried_BRC.clone())
 
     def select(self, rows: Sequence[int] | Tensor) -> "State":
-        """Return the rows at these indices in this order: a subset, a permutation, or copies of one row."""
+        """Return the rows at these indices, in this order. Rows may be left out, reordered or repeated."""
         index = torch.as_tensor(rows, device=self.carried_BRC.device)
         if index.dim() != 1 or index.numel() == 0 or index.dtype not in (torch.int64, torch.int32):
-            raise ContextReadyError("The rows to select must be a non-empty list of row numbers.")
+            raise ContextReadyError("The rows to select must be a non-empty list of row indices.")
         if not bool(((index >= 0) & (index < self.batch_size)).all()):
             raise ContextReadyError(
-                f"Rows {index.tolist()} were asked for and this state holds rows 0 to {self.batch_size - 1}."
+                f"Row indices must be between 0 and {self.batch_size - 1}, but got {index.tolist()}."
             )
         return replace(self, cache=self.cache.select(index), carried_BRC=self.carried_BRC.index_select(0, index))
 
     def repeat(self, times: int) -> "State":
-        """Return every row `times` times, copies side by side: 0, 0, 1, 1, …"""
+        """Return every row `times` times, with copies next to each other: 0, 0, 1, 1, …"""
         if times < 1:
-            raise ContextReadyError(f"Rows cannot be repeated {times} times; give at least 1.")
+            raise ContextReadyError(f"times must be at least 1, but got {times}.")
         return self.select(torch.arange(self.batch_size).repeat_interleave(times))
 
     def rollback(self, position: int) -> "State":
-        """Return the state as it was when `position` tokens had been read, exactly."""
+        """Return exactly the state after the first `position` tokens."""
         cache = self.cache.rollback(position)
         back, kept = self.position - position, self.carried_BRC.shape[1]
         if position == 0:
@@ -83,12 +83,12 @@ class State:
         else:
             raise ContextReadyError(
                 f"Cannot roll back {back} tokens, from position {self.position} to {position}: this state keeps "
-                f"{self.history}; start it with a larger history."
+                f"a history of {self.history}. Create it with a larger history."
             )
         return replace(self, cache=cache, carried_BRC=carried)
 
     def save(self, path: str | Path, note: str = "") -> None:
-        """Write the state, and a note to it, to a safetensors file; an earlier file goes only when this is whole."""
+        """Save the state and a note to a safetensors file; an existing file is replaced only by a complete one."""
         from safetensors.torch import save_file
 
         tensors, meta = self.cache.to_tensors()
@@ -100,18 +100,18 @@ class State:
 
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu") -> "State":
-        """Read a state that `save` wrote."""
+        """Load a state that `save` wrote."""
         return cls.load_with_note(path, device)[0]
 
     @classmethod
     def load_with_note(cls, path: str | Path, device: str | torch.device = "cpu") -> tuple["State", str]:
-        """Read a state and the note that was saved with it."""
+        """Load a state and the note that was saved with it."""
         from safetensors import SafetensorError, safe_open
 
         try:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:
-            raise ContextReadyError(f"The device '{device}' cannot be used here: {error}.") from None
+            raise ContextReadyError(f"The device '{device}' is not available: {error}.") from None
         try:
             with safe_open(path, framework="pt") as file:
                 header = file.metadata() or {}
@@ -119,10 +119,12 @@ class State:
         except FileNotFoundError:
             raise ContextReadyError(f"There is no state file at {path}.") from None
         except (SafetensorError, OSError) as error:
-            raise ContextReadyError(f"{path} is not a whole safetensors file: {error}; save the state again.") from None
+            raise ContextReadyError(
+                f"{path} is not a complete safetensors file ({error}); save the state again."
+            ) from None
         if header.get("format") != FORMAT:
             raise ContextReadyError(
-                f"{path} is not a saved state ({FORMAT}) but {header.get('format', 'something else')}."
+                f"{path} is not a saved state: its format is {header.get('format', 'unknown')} instead of {FORMAT}."
             )
         try:
             kv = {name.removeprefix("cache."): t for name, t in tensors.items() if name.startswith("cache.")}
@@ -130,8 +132,8 @@ class State:
             history = int(header["history"])
             B, R, _ = carried_BRC.shape
             if cache.batch_size != B or not 1 <= R <= history + 1:
-                raise ValueError("its parts do not fit together")
+                raise ValueError("its parts do not match")
         except (KeyError, ValueError, TypeError, IndexError) as error:
-            raise ContextReadyError(f"{path} is a damaged state ({error}); save the state again.") from None
+            raise ContextReadyError(f"The state at {path} is damaged ({error}); save it again.") from None
         state = cls(cache.to(torch.device(device)), carried_BRC.to(device), history)
         return state, header.get("note", "")

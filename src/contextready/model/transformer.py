@@ -19,7 +19,7 @@ INIT_STD = 0.02
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions, full or windowed."""
+    """Causal self-attention with rotary positions, either full or windowed."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=config.bias)
 
     def forward(self, x_BTC: Tensor, attend: Attend, layer: int) -> Tensor:
-        """Let every token look at the ones before it, as `attend` says."""
+        """Apply attention; `attend` holds the positions, the mask and any earlier keys and values."""
         B, T, C = x_BTC.shape
         qkv_BT3HE = self.qkv(x_BTC).view(B, T, 3, self.heads, self.head_size)
         q_BHTE, k_BHTE = attend.rotate(qkv_BT3HE[:, :, :2]).permute(2, 0, 3, 1, 4).unbind(0)
@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
 
 class FFN(nn.Module):
-    """Linear to four times the width, GELU, linear back."""
+    """A feed-forward network: linear to four times the width, GELU, linear back."""
 
     def __init__(self, width: int, bias: bool, inputs: int | None = None) -> None:
         super().__init__()
@@ -87,9 +87,9 @@ class Transformer(nn.Module):
         self.initialise()
 
     def initialise(self) -> None:
-        """Give all weights the values they start with."""
+        """Initialize all weights."""
         init_weights(self)
-        # Residual branches add up over depth: each starts smaller the more there are (GPT-2).
+        # Residual branches add up over depth, so deeper models start with smaller ones, as in GPT-2.
         for block in self.layers:
             assert isinstance(block, Block)
             for linear in (block.attn.out, block.ffn.down):
@@ -97,7 +97,7 @@ class Transformer(nn.Module):
 
     @property
     def width(self) -> int:
-        """C."""
+        """C, the width of the residual stream."""
         return self.config.width
 
     @property
@@ -108,7 +108,7 @@ class Transformer(nn.Module):
         return last.ffn
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
-        """Look up the context-free embedding of every token: e (B, T, C)."""
+        """Return the context-free embedding e (B, T, C) of every token."""
         check_tokens(tokens_BT, self.embedding.weight.device)
         try:
             e_BTC: Tensor = self.embedding(tokens_BT)
@@ -117,9 +117,10 @@ class Transformer(nn.Module):
         return e_BTC
 
     def blocks(self, x_BTC: Tensor, past: Past | None = None) -> tuple[Tensor, Any]:
-        """Run the D blocks: z (B, T, C), the residual stream before the final norm, and the cache after it.
+        """Run the blocks; return z (B, T, C), the residual stream before the final norm, and the cache after it.
 
-        After a cache the tokens are the next ones. At places of a buffer they may be any, and the buffer is written to.
+        If `past` is a cache, the tokens follow it. If it is places of a buffer, they may have any positions, and the
+        buffer is updated.
         """
         if past is not None:
             check_past(past)
@@ -132,31 +133,31 @@ class Transformer(nn.Module):
         return h_BTC, attend.after()
 
     def head(self, z_BTC: Tensor) -> Tensor:
-        """Predict: logits (B, T, V) = W_head LN(z)."""
+        """Return the logits (B, T, V) = W_head LN(z)."""
         logits_BTV: Tensor = self.unembedding(self.final_norm(z_BTC))
         return logits_BTV
 
     def init_cache(self, batch_size: int, history: int = 1) -> KVCache:
-        """A cache before the first token; `history` is how far a windowed cache can be rolled back."""
+        """Create an empty cache; `history` is how many tokens a windowed cache can be rolled back."""
         c = self.config
         return KVCache.empty(
             batch_size, c.layers, c.heads, c.head_size, c.window, history=history, like=self.unembedding.weight
         )
 
     def init_buffer(self, batch_size: int, capacity: int) -> KVBuffer:
-        """A buffer before the first token; it lets tokens attend from any chosen positions over fixed slots."""
+        """Create an empty buffer, whose fixed slots let tokens at any positions attend in one call."""
         c, like = self.config, self.unembedding.weight
         return KVBuffer.empty(batch_size, capacity, c.layers, c.heads, c.head_size, window=c.window, like=like)
 
 
 def fill_normal(weight: Tensor, std: float) -> None:
-    """Normal noise, except on the meta device, where there is nothing to fill and trying takes seconds."""
+    """Fill a weight with normal noise, except on the meta device, where this would do nothing and take seconds."""
     if not weight.is_meta:
         nn.init.normal_(weight, std=std)
 
 
 def init_weights(module: nn.Module) -> None:
-    """Normal weights with standard deviation 0.02 and zero biases, as in GPT-2."""
+    """Initialize with normal weights of standard deviation 0.02 and zero biases, as in GPT-2."""
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Embedding):
             fill_normal(part.weight, INIT_STD)

@@ -1,4 +1,4 @@
-"""The fixed point: parallel passes, sweeps, reading prompts, and the gradients of training.
+"""Solvers for the fixed point: parallel passes, sweeps, prompt reading, and gradients for training.
 
-May import model.
+This package may import `model`.
 """

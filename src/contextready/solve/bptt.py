@@ -1,12 +1,12 @@
-"""Backpropagation through the stream: the exact gradient of reading left to right, made affordable.
+"""Fast backpropagation through the stream: the exact gradient of reading tokens from left to right.
 
-An autograd loop over a stream copies its growing cache at every token and adds to every weight's gradient at every
-token. Here every intermediate result has its place in buffers made once, each token's backward is written out for the
-activations alone, and a weight's gradient is one product over all tokens at the end.
+With plain autograd, every token would copy the growing cache and update the gradient of every weight. Here all
+intermediate results live in preallocated buffers, each token's backward computes the gradients of activations only, and
+the gradient of a weight is a single product over all tokens at the end.
 
-That speed costs a second spelling of the recurrence, forward and backward. `ContextReady.recur` is the definition: a
-change there must come here too, and `tests/solve/test_bptt.py` compares the two for every correction. The correction
-itself is not spelled again: its formula is evaluated over `StepCorrection`.
+The price is a second implementation of the recurrence, forward and backward. `ContextReady.recur` is the definition. A
+change there must be repeated here, and `tests/solve/test_bptt.py` compares the two for every correction. The formula of
+the correction is not repeated: it is evaluated on `StepCorrection`.
 """
 
 from typing import Any
@@ -23,23 +23,23 @@ from contextready.solve.bptt_parts import Gradients, PerToken, StepAttention, St
 
 
 class DifferentiableStream:
-    """The outputs z of a model's stream over whole sequences, differentiable."""
+    """Computes the outputs z of a model's stream over whole sequences, with gradients."""
 
     def __init__(self, model: ContextReady) -> None:
         self.model = model
         self._free: _Tape | None = None
 
     def __call__(self, e_BTC: Tensor) -> Tensor:
-        """z (B, T, C) of embeddings read one by one."""
+        """Return z (B, T, C) of embeddings that are read one at a time."""
         model = self.model
         if type(model.backbone) is not Transformer or type(model.correction) is not CorrectionModule:
-            # Others know their own step only, so autograd goes through that.
+            # Other backbones and corrections have no hand-written backward, so autograd differentiates their steps.
             return model.read(e_BTC, model.init_state(len(e_BTC)))[0]
         z_BTC: Tensor = _Read.apply(e_BTC, self, *model.parameters())  # type: ignore[no-untyped-call]
         return z_BTC
 
     def take_tape(self, e_BTC: Tensor) -> "_Tape":
-        """A tape that no one is using, with the buffers of an earlier step if they fit."""
+        """Return a free tape, which reuses the buffers of an earlier step if they fit."""
         tape, self._free = self._free, None
         if tape is None or tape.made_for != _made_for(self.model, e_BTC):
             tape = _Tape(self.model, e_BTC)
@@ -51,7 +51,7 @@ class DifferentiableStream:
 
 
 class _Read(torch.autograd.Function):
-    """The stream as one node of the graph, from embeddings and weights to z."""
+    """The stream as one node of the autograd graph, from embeddings and weights to z."""
 
     @staticmethod
     def forward(ctx: Any, e_BTC: Tensor, stream: DifferentiableStream, *parameters: nn.Parameter) -> Tensor:
@@ -65,13 +65,13 @@ class _Read(torch.autograd.Function):
     def backward(ctx: Any, g_BTC: Tensor) -> tuple[Tensor | None, ...]:
         tape, ctx.tape = ctx.tape, None
         if tape is None:
-            raise RuntimeError("The stream's buffers were used by a first backward; read it again.")
+            raise RuntimeError("The stream's backward can be called only once; run the forward again.")
         if ctx.versions != [p._version for p in ctx.parameters]:
             raise RuntimeError("A weight was changed in place between the stream's forward and its backward.")
         de_BTC = tape.backward(g_BTC)
         gradients: dict[Tensor, Tensor] = {}
         for parameter, gradient in tape.gather():
-            # The tied correction uses the weights of a block a second time.
+            # The tied correction shares the weights of a block, so they get two gradients.
             gradients[parameter] = gradients[parameter] + gradient if parameter in gradients else gradient
         ctx.stream.give_back(tape)
         return de_BTC, None, *(gradients.get(p) for p in ctx.parameters)
@@ -83,7 +83,7 @@ def _made_for(model: ContextReady, e_BTC: Tensor) -> tuple[Any, ...]:
 
 
 class _Tape:
-    """All steps of one stream, and what their backward needs."""
+    """All steps of one stream, and everything that their backward needs."""
 
     def __init__(self, model: ContextReady, e_BTC: Tensor) -> None:
         backbone = model.backbone
@@ -109,7 +109,7 @@ class _Tape:
         self.layers.append(StepResidual(h, norm, inner, dropout))
 
     def begin(self) -> None:
-        """Look up the weights as they are now."""
+        """Read the current weights."""
         self.correction.begin()
         for layer in self.layers:
             layer.begin()
@@ -125,7 +125,7 @@ class _Tape:
             for layer in self.layers:
                 layer.forward(t)
             carried_BC = self.correction.carry(x_BC, z.at[t])
-        # A copy even where nothing has to move: the buffers are used again.
+        # Always a copy, because the buffers are reused.
         return z.all.transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
     def backward(self, g_BTC: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class _Tape:
         return torch.stack(embeddings[::-1], dim=1)
 
     def gather(self) -> Gradients:
-        """The gradient of every weight, each as one product over all tokens."""
+        """Yield the gradient of every weight, each as one product over all tokens."""
         yield from self.correction.gather()
         for layer in self.layers:
             yield from layer.gather()

@@ -1,10 +1,11 @@
-"""A correction one position at a time, forward and backward: its formula evaluated over steps with buffers made once.
+"""The correction's forward and backward, one position at a time, with preallocated buffers.
 
-The formula is called once, when the tape is made, and leaves a list of steps behind; each has the functions of
-`bptt_parts.py`. A step gives the gradient of its output to its inputs, the last step first.
+The formula is evaluated once, when the tape is created, and records a list of steps. Each step has the functions that
+`bptt_parts.py` describes. In the backward, the steps run in reverse, and each passes its output's gradient to its
+inputs.
 """
 
-# ruff: noqa: D102  (what these functions do is said once, above)
+# ruff: noqa: D102  (the text above describes these functions)
 
 from typing import Protocol
 
@@ -17,16 +18,16 @@ from contextready.solve.bptt_parts import Gradients, PerToken, StepFFN, StepNorm
 
 
 class Value:
-    """What a formula computes with: a vector at every position, and its gradient at the position gone back through."""
+    """A value in a formula: a vector at every position, and its gradient at the current position of the backward."""
 
     def __init__(self, formula: "StepCorrection", width: int, vectors: PerToken | None = None) -> None:
         self.formula, self.width, self.vectors = formula, width, vectors
         self.now: Tensor | None = None
-        """At the current position, where it is not kept for all."""
+        """The value at the current position, if it is not kept for all positions."""
         self.flat: Tensor | None = None
-        """At all positions, where it is computed again for the gradients of weights."""
+        """The values at all positions, if they are recomputed for the gradients of the weights."""
         self.gradient_place: PerToken | None = None
-        """Where its gradient may be written, by what is the only one to use it."""
+        """Where the gradient may be written directly, if the value is used only once."""
         self.uses = 0
         self._gradient: Tensor | None = None
 
@@ -52,7 +53,7 @@ class Value:
 
 
 class Step(Protocol):
-    """One operation of a formula."""
+    """One operation in a formula."""
 
     def begin(self) -> None: ...
     def forward(self, t: int) -> None: ...
@@ -61,7 +62,7 @@ class Step(Protocol):
 
 
 class StepCorrection:
-    """The operations of a formula as steps, and the formula as the list of them."""
+    """Implements the operations of a formula as steps, and the formula as the list of them."""
 
     def __init__(self, correction: CorrectionModule, e: PerToken) -> None:
         self.correction, self.like, self.steps = correction, e, list[Step]()
@@ -102,7 +103,7 @@ class StepCorrection:
         return torch.zeros_like(carried_BC) if self.out is None else self.out.at(t)
 
     def backward(self, t: int, dcorrection_BC: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Gradients of the carried vector and of the embedding."""
+        """Return the gradients of the carried vector and of the embedding."""
         if self.out is not None:
             self.out.give(dcorrection_BC)
         for step in reversed(self.steps):
@@ -114,7 +115,7 @@ class StepCorrection:
         return self.correction.carry(x_BC, z_BC)
 
     def carry_backward(self, dcarried_BC: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Gradients of x and of z."""
+        """Return the gradients of x and z."""
         return -dcarried_BC if self.correction.carries_residual else None, dcarried_BC
 
     def gather(self) -> Gradients:

@@ -1,10 +1,10 @@
-"""The parts of a transformer one position at a time, forward and backward, with every result in a place made once.
+"""The parts of a transformer, forward and backward, one position at a time, with preallocated buffers.
 
-Each has the same functions: `begin` looks the weights up, `forward` is called for t = 0 … T-1, `backward` for
-t = T-1 … 0, and `gather` gives the gradients of the weights. Shapes: N = B·H, M = 2·N, S keys that a query sees.
+All parts have the same functions: `begin` reads the current weights, `forward` is called for t = 0 … T-1, `backward`
+for t = T-1 … 0, and `gather` yields the gradients of the weights. Shapes: N = B·H, M = 2·N, S keys that a query sees.
 """
 
-# ruff: noqa: D102  (what these functions do is said once, above)
+# ruff: noqa: D102  (the text above describes these functions)
 
 from collections.abc import Iterator
 from math import sqrt
@@ -17,13 +17,13 @@ from contextready.model.transformer import FFN, Attention
 
 aten = torch.ops.aten
 KEY_BLOCK = 32
-"""Positions whose gradients reach the keys before them in one product."""
+"""The number of queries whose gradients are added to earlier keys in one product."""
 Gradients = Iterator[tuple[Tensor, Tensor]]
-"""Weights and their gradients."""
+"""Pairs of a weight and its gradient."""
 
 
 class PerToken:
-    """A vector for every token: all of them (T, B, width), and views of each position's, made once."""
+    """One vector per token: all of them (T, B, width), and a view of each position, created once."""
 
     def __init__(self, like_BT: Tensor, width: int) -> None:
         B, T = like_BT.shape[:2]
@@ -31,17 +31,17 @@ class PerToken:
         self.at = self.all.unbind(0)
 
     def like(self, width: int) -> "PerToken":
-        """PerToken of another width for the same tokens."""
+        """Create a PerToken of another width for the same tokens."""
         return PerToken(self.all.transpose(0, 1), width)
 
     @property
     def flat(self) -> Tensor:
-        """Tokens in one dimension."""
+        """All vectors (T · B, width)."""
         return self.all.flatten(0, 1)
 
 
 class StepLinear:
-    """A product by a weight. Whoever is behind it fills in dy; its inputs are handed in again to gather."""
+    """A linear layer. The next part writes its gradient to dy; `gather` needs all inputs again."""
 
     def __init__(self, linear: nn.Linear, like: PerToken, order: Tensor | None = None) -> None:
         self.linear, self.order = linear, order
@@ -71,7 +71,7 @@ class StepLinear:
 
 
 class StepNorm:
-    """A layer norm. Whoever is behind it fills in dy."""
+    """A layer norm. The next part writes its gradient to dy."""
 
     def __init__(self, norm: nn.LayerNorm, x: PerToken) -> None:
         self.norm, self.x, self.dy = norm, x, x.like(x.all.shape[2])
@@ -87,11 +87,11 @@ class StepNorm:
         return y_BC
 
     def backward(self, t: int) -> Tensor:
-        """The gradient of the input from dy, which the part behind this one has filled in."""
+        """Return the gradient of the input, given dy."""
         return self._backward(self.dy.at[t], self.x.at[t], *self.moments[t], [True, False, False])[0]
 
     def gather(self) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """The outputs of all tokens once more, which cost less than to keep, and the gradients of the weights."""
+        """Return the outputs of all tokens, recomputed to save memory, and the gradients of the weights."""
         y, mean, rstd = self._forward(self.x.flat)
         wanted = [False, True, self.bias is not None]
         _, *gradients = self._backward(self.dy.flat, self.x.flat, mean, rstd, wanted)
@@ -108,7 +108,7 @@ class StepNorm:
 
 
 class StepDropout:
-    """Dropout, with a mask for each position."""
+    """Dropout with one mask per position."""
 
     def __init__(self, dropout: nn.Dropout) -> None:
         self.p = dropout.p if dropout.training else 0.0
@@ -146,7 +146,7 @@ class StepFFN:
     def backward(self, t: int, out: Tensor) -> None:
         hidden = self.up.y
         if t == len(hidden.at) - 1:
-            # The slopes of all tokens at once, in the place of what they are taken at.
+            # Computes the derivatives for all tokens at once and overwrites their arguments.
             one = hidden.all.new_ones(()).expand_as(hidden.all)
             aten.gelu_backward.grad_input(one, hidden.all, grad_input=hidden.all)
         self.down.backward(t, out=self.up.dy.at[t]).mul_(hidden.at[t])
@@ -184,21 +184,21 @@ class StepResidual:
 
 
 class StepAttention:
-    """One query at a time over buffers of keys and values.
+    """Attention of one query at a time over buffers of keys and values.
 
-    A key's gradient comes from all later queries. Those of its own chunk of positions are taken when the backward
-    reaches the key; a chunk that is done adds to all earlier keys in one product.
+    A key gets gradients from all later queries. Those from its own block of positions are added when the backward
+    reaches the key. When a block of queries is done, their gradients are added to all earlier keys in one product.
     """
 
     def __init__(self, attention: Attention, like: PerToken, attend: Attend, window: int) -> None:
         T, B, C = like.all.shape
         H, E, new = attention.heads, attention.head_size, like.all.new_empty
-        # Keys, queries, values; channels that turn together, of keys and queries, side by side as a complex number.
+        # Order: keys, queries, values. Channel pairs of keys and queries that rotate together are adjacent.
         q, k, v = torch.arange(3 * C, device=like.all.device).view(3, H, 2, E // 2)
         order = torch.cat((k.mT.flatten(), q.mT.flatten(), v.flatten()))
         self.kqv, self.out = StepLinear(attention.qkv, like, order), StepLinear(attention.out, like)
         self.mixed, self.dy = like.like(C), self.out.dy
-        # The turn by each position's angle; the query is scaled in the same stroke.
+        # The rotation by each position's angle, which also scales the query.
         scale_21E = like.all.new_tensor([1.0, 1.0 / sqrt(E)])[:, None, None]
         rotation_T21E = torch.complex(attend.cos, attend.sin)[:, None, None] * scale_21E
         self.rotation, self.inverse_rotation = rotation_T21E.unbind(0), rotation_T21E.conj().resolve_conj().unbind(0)
@@ -207,8 +207,8 @@ class StepAttention:
         self.dy_NTE, self.q_NTE = self.dy_q_MTE.chunk(2)
         self.dvkq_3BHTE = new(3, B, H, T, E)
         self.dv_dk_MTE, self.dq_NTE = self.dvkq_3BHTE[:2].flatten(0, 2), self.dvkq_3BHTE[2].flatten(0, 1)
-        # Row t is of the W keys t - W + 1 … t, the newest last, behind as many zeros as let a chunk of rows be read as
-        # a matrix of queries by keys.
+        # Row t holds the W keys t - W + 1 … t, newest last. The zeros before them let a block of rows be viewed as a
+        # matrix of queries by keys.
         self.p_ds_MTP = new(2 * B * H, T, KEY_BLOCK - 1 + window)
         self.p_ds_MTP[:, :, : KEY_BLOCK - 1] = 0.0
         self.p_NTP, self.ds_NTP = self.p_ds_MTP.chunk(2)
@@ -256,14 +256,14 @@ class StepAttention:
         self.kqv.backward(t, out=out)
 
     def _add_to_keys(self, keys: range, queries: range) -> None:
-        """Add what these queries, at most a chunk of them, make of the gradients of these keys before them."""
+        """Add the contributions of these queries, at most one block, to the gradients of these earlier keys."""
         if not keys:
             return
         M, T, P = self.p_ds_MTP.shape
-        # A key moves one column to the left with each query: in rows that are one shorter it stays in its column.
+        # A key moves one column to the left with each query. With rows that are one shorter, it stays in its column.
         size, stride = (M, len(queries), len(keys)), (T * P, P - 1, 1)
         matrix = self.p_ds_MTP.as_strided(size, stride, (queries.start + 1) * (P - 1) + keys.start)
-        # Copied, because a batch of matrices with these strides would be multiplied one by one.
+        # A copy, because bmm multiplies matrices with these strides one at a time.
         product = torch.bmm(matrix.mT.contiguous(), self.dy_q_MTE[:, queries.start : queries.stop])
         self.dv_dk_MTE[:, keys.start : keys.stop] += product
 
@@ -273,7 +273,7 @@ class StepAttention:
 
 
 def _rotate(x_BPHE: Tensor, rotation: Tensor, out: Tensor) -> None:
-    """Multiply pairs of channels, as complex numbers, by a turn."""
+    """Multiply pairs of channels, viewed as complex numbers, by a rotation."""
     torch.mul(_as_complex(x_BPHE), rotation, out=_as_complex(out))
 
 

@@ -1,8 +1,9 @@
-"""Gradients that do not keep K passes: through the last few, or through the fixed point itself.
+"""Gradients that do not store all K passes: through the last few passes, or through the fixed point itself.
 
-At the fixed point w = F(w) of what positions carry to the next ones, with z = H(w), the exact gradient of a loss of z
-needs one differentiable pass and the adjoint μ = H'ᵀ g + F'ᵀ μ, g = dloss/dz. F' is strictly causal, so the iteration
-ends after T steps whatever the contraction, and converges as fast as the passes do where they contract.
+Let w = F(w) be the fixed point of the vectors that positions carry to the next ones, and z = H(w). The exact gradient
+of a loss of z needs one differentiable pass and the adjoint μ = H'ᵀ g + F'ᵀ μ, where g = dloss/dz. F' is strictly
+causal, so the iteration ends after T steps whatever the contraction. If the passes contract, it converges as fast as
+they do.
 """
 
 from collections import deque
@@ -19,22 +20,22 @@ from contextready.solve.unroll import drops_out
 
 
 class Adjoint(NamedTuple):
-    """How the adjoint iteration went."""
+    """The outcome of the adjoint iteration."""
 
     steps: int
-    """Vector-Jacobian products made, m."""
+    """m, the number of vector-Jacobian products."""
     residual: float | None
-    """How much the last of them changed μ, relative to its norm; none where m was given."""
+    """How much the last product changed μ, relative to its norm; none if m was given."""
 
 
 def passes_through(gradient: str, truncated_passes: int, passes: int) -> int:
-    """How many of K passes the graph of a gradient holds."""
+    """Return how many of the K passes are stored in the graph for this kind of gradient."""
     return {"unroll": passes, "truncated": min(truncated_passes, passes), "implicit": 1}[gradient]
 
 
 def settle(model: ContextReady, e_BTC: Tensor, passes: int, recur: Callable[..., Pass] | None = None) -> Pass:
-    """The last of K ≥ 1 passes, without a gradient, every pass with the same dropout masks."""
-    # Masks redrawn at every pass would leave no fixed point to settle on.
+    """Run K ≥ 1 passes without gradients, all with the same dropout masks, and return the last one."""
+    # With new masks in every pass there would be no fixed point.
     with torch.no_grad(), tied_dropout(model, e_BTC.device) as rewind:
 
         def again(*args: Any) -> Pass:
@@ -49,7 +50,7 @@ def settle(model: ContextReady, e_BTC: Tensor, passes: int, recur: Callable[...,
 def continued(
     model: ContextReady, e_BTC: Tensor, carried_BTC: Tensor, passes: int, recur: Callable[..., Pass] | None = None
 ) -> Iterator[Pass]:
-    """`passes` more passes with a gradient, after one that left `carried_BTC`, with the masks of this moment."""
+    """Yield `passes` more passes with gradients, after one that left `carried_BTC`, all with the same dropout masks."""
     with tied_dropout(model, e_BTC.device) as rewind:
         for _ in range(passes):
             rewind()
@@ -67,11 +68,11 @@ def at_fixed_point(
     *,
     report: Callable[[Adjoint], None],
 ) -> Tensor:
-    """z of one differentiable pass that entered with `entered_BTC` (a leaf), with the gradient of the fixed point.
+    """Return z of one differentiable pass that started from `entered_BTC` (a leaf), with the fixed point's gradient.
 
-    In the backward the adjoint takes `steps` = m products (0: the one-step, "Jacobian-free" gradient), otherwise as
-    many as bring its change to `tolerance`, at most `most` (and T: then it is exact); then the pass is gone through
-    once. `report` is told.
+    In the backward, the adjoint takes `steps` = m products; 0 gives the one-step, "Jacobian-free" gradient. If `steps`
+    is none, it stops when its change is within `tolerance`, after `most` products, or after T, when it is exact. Then
+    the pass is differentiated once. `report` receives the outcome.
     """
     outputs = [result.z_BTC, result.carried_BTC]
     limit = min(most, entered_BTC.shape[1]) if steps is None else steps
@@ -79,7 +80,7 @@ def at_fixed_point(
     def adjoint(g_BTC: Tensor) -> Tensor:
         mu_BTC, made, residual = torch.zeros_like(entered_BTC), 0, None
         while made < limit:
-            # Only as far as what the pass entered with: no weight's gradient is touched.
+            # The gradient of the pass's input only; the gradients of weights are not touched.
             (new_BTC,) = torch.autograd.grad(
                 outputs, entered_BTC, [g_BTC, mu_BTC], retain_graph=True, materialize_grads=True
             )
@@ -97,7 +98,7 @@ def at_fixed_point(
 
 
 class _FixedPoint(torch.autograd.Function):
-    """z as it is; its backward turns dloss/dz into the gradients of the pass's two outputs, g and the adjoint μ."""
+    """Returns z unchanged. Its backward maps g = dloss/dz to the gradients of the pass's outputs: g and μ."""
 
     @staticmethod
     def forward(ctx: Any, z_BTC: Tensor, carried_BTC: Tensor, adjoint: Callable[[Tensor], Tensor]) -> Tensor:
@@ -112,7 +113,7 @@ class _FixedPoint(torch.autograd.Function):
 
 @contextmanager
 def tied_dropout(model: nn.Module, device: torch.device) -> Iterator[Callable[[], None]]:
-    """Give a function that puts the generator back to this moment, so that masks drawn after it repeat."""
+    """Yield a function that resets the random generator to its present state, so that dropout masks repeat."""
     if not drops_out(model):
         yield lambda: None
         return

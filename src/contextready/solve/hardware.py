@@ -1,4 +1,4 @@
-"""How wide a step should be here: measured once for each model, so that sweeps fit the hardware."""
+"""Measures how many tokens a step can process cheaply, once per model, so that sweeps suit the hardware."""
 
 import statistics
 import time
@@ -9,16 +9,16 @@ import torch
 from contextready.model.context_ready import ContextReady
 
 WIDE = 32
-"""Tokens of the wide step that is timed against a single one."""
+"""The number of tokens in the wide step that is timed against a step of one token."""
 ROUNDS = 5
 
 _known: "WeakKeyDictionary[ContextReady, dict[tuple[torch.device, torch.dtype, int], float]]" = WeakKeyDictionary()
 
 
 def free_tokens(model: ContextReady) -> float:
-    """The tokens whose arithmetic takes as long as what a step costs anyway: its calls, and reading the weights.
+    """Return the number of tokens whose arithmetic takes as long as a step's fixed cost (calls and reading weights).
 
-    A step of r tokens then takes time in proportion to 1 + r / free_tokens. At least 1.
+    A step of r tokens takes time in proportion to 1 + r / free_tokens. The result is at least 1.
     """
     weight, known = next(model.backbone.parameters()), _known.setdefault(model, {})
     where = (weight.device, weight.dtype, torch.get_num_threads())
@@ -31,7 +31,7 @@ def free_tokens(model: ContextReady) -> float:
 
 @torch.inference_mode()
 def _seconds(model: ContextReady, tokens: int) -> float:
-    """Median time of a step that takes this many positions of one sequence."""
+    """Return the median time of a step that processes this many positions of one sequence."""
     weight = next(model.backbone.parameters())
     e_1TC = weight.new_zeros(1, tokens, model.backbone.width)
     buffer = model.backbone.init_buffer(1, tokens)  # type: ignore[attr-defined]
@@ -40,6 +40,6 @@ def _seconds(model: ContextReady, tokens: int) -> float:
     for _ in range(ROUNDS + 2):
         start = time.perf_counter()
         result = model.recur(e_1TC, e_1TC, places)
-        result.z_BTC.sum().item()  # waits for a device that works in the background
+        result.z_BTC.sum().item()  # waits for asynchronous devices
         times.append(time.perf_counter() - start)
     return statistics.median(times[2:])

@@ -1,11 +1,11 @@
-"""Reading a prompt: three ways to the same state, each with what it cost and how far from exact it is.
+"""Reads prompts with one of three solvers, and reports the cost and the estimated error.
 
-sequential  one token at a time: exact, one pass a token, nothing in parallel
-jacobi      parallel passes over the whole prompt (the paper's), until a pass changes little
+sequential  one token at a time: exact, one pass per token, nothing in parallel
+jacobi      the paper's parallel passes over the whole prompt, until a pass changes little
 sweep       one plain pass, then sweeps over segments (`solve/sweep.py`), until a sweep changes little
 
-This package's transformer solves a prompt in place, in a buffer of keys and values: an engine's own (`read_into`), or
-one made for it (`prefill`). Other backbones go by their own caches.
+The native transformer solves a prompt in place, in a buffer of keys and values: an engine's buffer (`read_into`) or a
+temporary one (`prefill`). Other backbones use their own caches.
 """
 
 import time
@@ -32,30 +32,30 @@ from contextready.solve.unroll import check_tolerance, iterate
 
 SOLVERS = ("sweep", "jacobi", "sequential")
 TOLERANCE = 0.05
-"""The error of z that may be left, by the last changes, relative to each position's norm; the true one is far smaller,
-and greedy continuations were the stream's (docs/log.md)."""
+"""The accepted error of z, estimated from the last changes and relative to each position's norm. The true error is far
+smaller, and greedy continuations equaled the stream's (docs/log.md)."""
 CHUNK = 4096
-"""Tokens solved at once; the memory of a longer prompt's solution does not grow with it."""
+"""The number of tokens solved at once, which limits the memory for long prompts."""
 SHORTEST_SEGMENT = 8
-"""Shorter segments would need more sweeps than their wider steps save."""
+"""Shorter segments would need so many more sweeps that their wider steps would not pay off."""
 WIDTH = 8.0
-"""How wide a step is, in units of the tokens that come free: a ninth of its time then goes to what it costs anyway."""
+"""The width of a step in units of `free_tokens`; a step then spends a ninth of its time on its fixed cost."""
 FEWEST_SEGMENTS = 4
-"""A plain pass and the usual three sweeps over fewer segments cost more than reading their tokens one by one."""
+"""With fewer segments, a plain pass and the usual three sweeps cost more than reading one token at a time."""
 MOST_PASSES = 32
-"""Passes that a model without sweeps is given to settle before its prompt is read one by one."""
+"""A backbone without sweeps may take this many passes to converge before its prompt is read one token at a time."""
 
 
 @dataclass(frozen=True)
 class PromptReader:
-    """How prompts are read."""
+    """The settings for reading prompts."""
 
     solver: str = "sweep"
     """sweep, jacobi or sequential."""
     tolerance: float = TOLERANCE
-    """What the last pass of jacobi may change, and the error that the last two changes of sweep let expect."""
+    """When to stop: jacobi's last pass must change no more than this, and sweep's estimated error must be within it."""
     segment: int | None = None
-    """L, the length of sweep's segments; none: chosen for this hardware."""
+    """L, the length of sweep's segments; none chooses it for this hardware."""
     chunk: int = CHUNK
     """Prompts longer than this are solved chunk by chunk."""
 
@@ -64,7 +64,9 @@ class PromptReader:
             raise ContextReadyError(f"Unknown solver '{self.solver}'; {nearest(self.solver, SOLVERS)}")
         check_tolerance(self.tolerance)
         if self.chunk < 1 or (self.segment is not None and self.segment < 1):
-            raise ContextReadyError(f"chunk={self.chunk} and segment={self.segment} count tokens; give at least 1.")
+            raise ContextReadyError(
+                f"chunk and segment must be at least 1, but got chunk={self.chunk} and segment={self.segment}."
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,14 +74,14 @@ class Prefill:
     """A prompt that has been read."""
 
     z_B1C: Tensor
-    """Block output of the last token: `backbone.head` of it predicts the first token to generate."""
+    """Block output of the last token; `backbone.head` maps it to the logits of the first new token."""
     state: State
     info: ReadInfo
 
 
 @dataclass(frozen=True, eq=False)
 class Solved:
-    """A stretch of a prompt: what its positions gave out and carry over, and how it was read."""
+    """A chunk of a prompt that has been read: its outputs, its carried vectors, and how it was read."""
 
     z_BTC: Tensor
     carried_BTC: Tensor
@@ -88,7 +90,7 @@ class Solved:
 
 @torch.no_grad()
 def prefill(model: ContextReady, tokens_BT: Tensor, state: State | None = None, **settings: Any) -> Prefill:
-    """Read the next tokens after `state`, or from the start, into a new state.
+    """Read a prompt after `state`, or from the start, and return a new state.
 
     The settings are those of `PromptReader`: solver, tolerance, segment and chunk.
     """
@@ -110,7 +112,7 @@ def prefill(model: ContextReady, tokens_BT: Tensor, state: State | None = None, 
 
 
 def buffer_capacity(backbone: Transformer, tokens: int, chunk: int, history: int) -> int:
-    """Slots that a prompt needs to be solved in: all its positions, or a window's and those of one chunk."""
+    """Return how many slots a prompt needs: one per position, or with a window, those of the window and one chunk."""
     window = backbone.config.window
     return tokens if window is None else min(tokens, window - 1 + max(history, chunk))
 
@@ -126,10 +128,10 @@ def read_into(
     reader: PromptReader,
     keep: int = 1,
 ) -> Solved:
-    """Read the next tokens into a buffer that holds what came before `position`, chunk by chunk.
+    """Read the next tokens, chunk by chunk, into a buffer that already holds the positions before `position`.
 
-    `before_B1C` is what the position before them left behind. The last position's z and what the newest `keep` ones
-    carry over are returned; keys and values are in the buffer.
+    `before_B1C` is the vector carried over from the position before them. Keys and values are written to the buffer.
+    Returns the last position's z and the carried vectors of the newest `keep` positions.
     """
     start, infos = time.perf_counter(), []
     kept: list[Tensor] = []
@@ -166,7 +168,8 @@ def _solve(chunk: Chunk, reader: PromptReader) -> Solved:
         note = ""
         if swept.alone_from is not None:
             note = (
-                f"after sweep {len(swept.changes)} the rest seemed cheaper one by one, from token {swept.alone_from} on"
+                f"after sweep {len(swept.changes)}, tokens from {swept.alone_from} on were read one at a time, "
+                "which seemed cheaper"
             )
         info = costs.info("sweep", swept.runs, swept.changes, swept.exact, note)
     return Solved(chunk.z_BTC, chunk.carried_BTC, info)
@@ -191,11 +194,11 @@ def _solve_by_cache(
         result, changes_KBT = iterate(model.passes(e_BTC, state.cache, state.z_prev_B1C), most, reader.tolerance)
         changes = tuple(float(change_BT.max()) for change_BT in changes_KBT)
         if reader.solver == "sweep":
-            note = "this backbone has no fixed places for keys and values, so parallel passes were made"
+            note = "this backbone does not support sweeps, so parallel passes were used"
         info = costs.info("jacobi", [(0, T)] * len(changes), changes, exact=_all_exact(changes, T), note=note)
         if reader.solver == "jacobi" or info.certificate <= reader.tolerance:
             return result.z_BTC, state.advanced(result.carried_BTC, result.cache), info
-        note, tried = f"{note}; {MOST_PASSES} were not enough, and the prompt was read one by one", info.passes
+        note, tried = f"{note}; {MOST_PASSES} were not enough, so the prompt was read one token at a time", info.passes
     z_BTC, state = model.read(e_BTC, state)
     solver = "sequential" if model.is_recurrent else "plain"
     info = costs.info(solver, [(0, T)], exact=True, note=note, plain_pass=False)
@@ -204,7 +207,7 @@ def _solve_by_cache(
 
 @dataclass(frozen=True)
 class _Costs:
-    """What reading a chunk costs."""
+    """Computes the cost of reading a chunk."""
 
     model: ContextReady
     position: int
@@ -219,7 +222,7 @@ class _Costs:
         note: str = "",
         plain_pass: bool = True,
     ) -> ReadInfo:
-        """A report on a plain pass, if one was made, and runs of tokens that entered with a correction: from, to."""
+        """Report on a plain pass, if there was one, and on ranges (first, end) of tokens read with a correction."""
         T = self.e_BTC.shape[1]
         return ReadInfo(
             solver=solver,
@@ -249,19 +252,19 @@ class _Costs:
 
 
 def _all_exact(changes: Sequence[float], tokens: int) -> bool:
-    """Whether so many tokens are exact after these changes: T + 1 passes were made, and all came to numbers."""
+    """Whether this many tokens are exact after these changes: T + 1 passes were made, and no value overflowed."""
     return len(changes) == tokens and isfinite(changes[-1])
 
 
 def segment_length(tokens: int, free: float) -> int:
-    """L for so many tokens: steps as wide as pays on this hardware, segments not too short, powers of two."""
+    """Choose L for this many tokens: as many segments (a power of two) as pay off on this hardware, none too short."""
     wide: int = max(FEWEST_SEGMENTS, 2 ** round(log2(WIDTH * free)))
     return max(SHORTEST_SEGMENT, ceil(tokens / wide))
 
 
 def _joined(infos: list[ReadInfo], seconds: float) -> ReadInfo:
-    """What the chunks of a prompt cost together; the certificate is the worst of theirs."""
-    # One that is not even a number is the worst of all.
+    """Combine the reports on the chunks of a prompt; the certificate is that of the worst chunk."""
+    # NaN counts as the worst.
     worst = max(infos, key=lambda info: inf if isnan(info.certificate) else info.certificate)
     tokens = sum(info.tokens for info in infos)
     return ReadInfo(

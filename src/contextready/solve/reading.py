@@ -1,4 +1,4 @@
-"""How a prompt was read, and what its last changes say about the error. Needs nothing but Python."""
+"""The report on how a prompt was read, and the error estimated from its last changes. Needs only Python."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,21 +8,21 @@ from contextready.errors import ContextReadyError
 
 
 def check_rate(rate: float) -> None:
-    """Refuse a rate for which no bound holds."""
+    """Raise an error for a contraction rate for which no bound holds."""
     if not 0.0 <= rate < 1.0:
-        raise ContextReadyError(f"The bound needs a rate from 0 to below 1, and it is {rate:.3g}.")
+        raise ContextReadyError(f"The rate must be at least 0 and less than 1, but got {rate:.3g}.")
 
 
 def a_posteriori_bound(rate: float, change: float) -> float:
-    """‖c^(k) - c*‖ ≤ L / (1 - L) · ‖c^(k) - c^(k-1)‖, for a contraction rate L below 1."""
+    """Return the bound ‖c^(k) - c*‖ ≤ L / (1 - L) · ‖c^(k) - c^(k-1)‖, for a contraction rate L below 1."""
     check_rate(rate)
     return rate / (1.0 - rate) * change
 
 
 def estimated_error(changes: Sequence[float]) -> float:
-    """The error after the last of these changes: no more than that change, or the a-posteriori bound at their rate.
+    """Estimate the error after the last of these changes: the smaller of that change and the a-posteriori bound.
 
-    The rate is the ratio of the last two changes: an estimate, not a proof.
+    The rate of the bound is the ratio of the last two changes, so this is an estimate and not a proof.
     """
     if not changes:
         return inf
@@ -32,31 +32,31 @@ def estimated_error(changes: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class ReadInfo:
-    """How a prompt was read: what it cost, and how far from exact the result is."""
+    """How a prompt was read, what it cost, and how far the result is from exact."""
 
     solver: str
-    """What did the work: sequential, jacobi, sweep, or plain where there is no correction."""
+    """The solver that was used: sequential, jacobi, sweep, or plain for a model without a correction."""
     tokens: int
     seconds: float
     passes: float
-    """Passes through the blocks that a token made, on average: 1 for sequential."""
+    """The average number of passes through the blocks per token: 1 for sequential."""
     macs: int | None
-    """Multiply-accumulates spent, or none where a model's are not known."""
+    """Multiply-accumulates, or none if they are not known for this model."""
     plain_macs: int | None
-    """What one plain pass of the blocks over the same tokens, without any correction, spends."""
+    """Multiply-accumulates of one pass of the blocks over the same tokens without a correction."""
     changes: tuple[float, ...]
-    """The largest change of a position's z by each pass or sweep after the first, relative to its norm."""
+    """The largest change of any position's z, relative to its norm, in each pass or sweep after the first."""
     exact: bool
-    """Whether the result is the stream's, to rounding."""
+    """Whether the result equals the stream's, up to rounding."""
     note: str = ""
-    """What was done otherwise than asked, and why."""
+    """What was done differently from what was asked, and why."""
 
     @property
     def certificate(self) -> float:
-        """What is left of the error, as the changes tell it, relative to each position's norm: 0 where exact."""
+        """The estimated remaining error, relative to each position's norm; 0 if the result is exact."""
         return 0.0 if self.exact else estimated_error(self.changes)
 
     @property
     def cost(self) -> float | None:
-        """The arithmetic in units of one plain pass."""
+        """The multiply-accumulates in units of one plain pass."""
         return None if self.macs is None or not self.plain_macs else self.macs / self.plain_macs

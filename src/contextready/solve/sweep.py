@@ -1,9 +1,10 @@
-"""The fixed point of a prompt by Gauss-Seidel sweeps over segments, all segments at once.
+"""Solves a prompt's fixed point with Gauss-Seidel sweeps over segments, all segments in parallel.
 
-T tokens are split into S segments of L. One plain pass gives every position keys, values and a first z. In a sweep,
-step j = 0 … L-1 takes the j-th token of every segment as one batch, with the newest z before it and the newest keys and
-values of all earlier positions. Within a segment that is the stream itself; only what comes from earlier segments is
-one sweep old. So after m sweeps the first m segments are exact whatever the contraction, and S sweeps are the stream.
+T tokens are split into S segments of length L. One plain pass gives every position keys, values and a first z. In a
+sweep, step j = 0 … L-1 processes the j-th token of every segment as one batch, with the newest z before it and the
+newest keys and values of all earlier positions. Within a segment this equals the stream; only the inputs from earlier
+segments are one sweep old. So after m sweeps the first m segments are exact whatever the contraction, and after S
+sweeps the whole prompt is.
 """
 
 from dataclasses import dataclass
@@ -19,15 +20,15 @@ from contextready.solve.norms import largest_change
 from contextready.solve.reading import estimated_error
 
 PARTS = 2
-"""In how many parts a wide step attends; more leave out more, but their products are too narrow to pay."""
+"""A wide step computes attention in this many parts; more parts skip more keys, but make the products too narrow."""
 HOPEFUL = 0.7
-"""The first change is from the plain pass, so the rate of the second says little: below this, a third sweep is made."""
+"""The first rate says little, because the first change is from the plain pass; below this, a third sweep is made."""
 
 
 class Chunk:
-    """The tokens being solved, all rows at the same position, and everything known of them so far.
+    """The tokens being solved, with all rows at the same position, and their current solution.
 
-    Keys and values go into a buffer that has room for them; it is the caller's, and holds what came before.
+    Keys and values are written to the caller's buffer, which holds the earlier positions and has space for these.
     """
 
     def __init__(self, model: ContextReady, e_BTC: Tensor, buffer: KVBuffer, position: int, before_B1C: Tensor) -> None:
@@ -36,27 +37,27 @@ class Chunk:
         self.z_BTC, self.carried_BTC = torch.zeros_like(e_BTC), torch.zeros_like(e_BTC)
         self.positions_BT = position + torch.arange(T, device=e_BTC.device).expand(B, T)
         self.in_order = position + T <= buffer.capacity
-        """Whether every position lies in the slot of its own number, so that later slots need not be looked at."""
+        """Whether every position p is in slot p, so that later slots can be ignored."""
 
     def all_places(self) -> Places:
-        """Where all tokens of the chunk belong."""
+        """Return the places of all tokens in the chunk."""
         end = self.position + self.e_BTC.shape[1]
         visible = end if self.in_order else None
         return self.buffer.at(self.positions_BT, "held" if self.position else "causal", visible)
 
     def plain_pass(self) -> None:
-        """Every position at once, without a correction."""
+        """Process all positions at once, without a correction."""
         self._take(slice(None), self.model.recur(self.e_BTC, None, self.all_places()))
 
     def sweep(self, exact: int, segment: int) -> float:
-        """One sweep over all segments that are not exact yet; the largest change of z, relative to its norm."""
+        """Sweep over all segments that are not exact yet; return the largest change of z, relative to its norm."""
         before_BTC = self.z_BTC.clone()
         for j in range(segment):
             self.step(exact * segment + j, segment)
         return largest_change(before_BTC, self.z_BTC)
 
     def step(self, first: int, stride: int) -> None:
-        """Tokens first, first + stride, … as one batch, each with the newest z before it."""
+        """Process tokens first, first + stride, … as one batch, each with the newest z before it."""
         T, chosen = self.e_BTC.shape[1], slice(first, None, stride)
         if first >= T:
             return
@@ -64,13 +65,13 @@ class Chunk:
         self._take(chosen, self.model.recur(self.e_BTC[:, chosen], before_BSC, self._places(first, stride)))
 
     def read_from(self, first: int) -> None:
-        """The rest one by one, after tokens that are exact."""
+        """Read the tokens from `first` on one at a time; those before it must be exact."""
         T = self.e_BTC.shape[1]
         for t in range(first, T):
             self.step(t, T)
 
     def _shifted(self, stride: int) -> Tensor:
-        """What lies before tokens 0, stride, 2 stride, …"""
+        """Return the vectors carried over to tokens 0, stride, 2 stride, …"""
         return torch.cat((self.before_B1C, self.carried_BTC[:, stride - 1 : -1 : stride]), dim=1)
 
     def _places(self, first: int, stride: int) -> Places:
@@ -81,7 +82,7 @@ class Chunk:
         ends = [self.position + first + (last - 1) * stride + 1 for last in range(S + 1)]
         if S == 1 and self.buffer.window is None:
             return self.buffer.at(positions_BS, "all", ends[-1])
-        # Early segments see few keys, so attention in parts leaves out some of what a mask would throw away.
+        # Early segments see few keys, so computing attention in parts skips many keys that would be masked.
         cuts = sorted({S * part // PARTS for part in range(PARTS + 1)})
         spans = tuple((low, high, ends[high]) for low, high in pairwise(cuts))
         return self.buffer.at(positions_BS, "held", ends[-1], spans)
@@ -93,22 +94,21 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Sweeps:
-    """How a chunk was solved by sweeps."""
+    """The outcome of solving a chunk by sweeps."""
 
     changes: tuple[float, ...]
-    """The largest change of a position's z by each sweep, relative to its norm."""
+    """The largest change of any position's z in each sweep, relative to its norm."""
     runs: tuple[tuple[int, int], ...]
-    """Which tokens of the chunk went through the blocks with a correction, run by run: from, to."""
+    """The ranges of tokens that were processed with a correction, as (first, end)."""
     exact: bool
     alone_from: int | None
-    """The token from which on tokens were read one by one, if sweeping did not pay."""
+    """The first token that was read one at a time, if sweeping did not pay off."""
 
 
 def solve_by_sweeps(chunk: Chunk, tolerance: float, segment: int, free_tokens: float) -> Sweeps:
-    """Sweep until the error left is within the tolerance, or until reading the rest one by one is cheaper.
+    """Sweep until the estimated error is within the tolerance, or until reading one token at a time is cheaper.
 
-    `free_tokens` is the hardware's part in that choice: a step of r tokens takes time in proportion to
-    1 + r / free_tokens.
+    `free_tokens` describes the hardware: a step of r tokens takes time in proportion to 1 + r / free_tokens.
     """
     T = chunk.e_BTC.shape[1]
     segments = ceil(T / segment)
@@ -126,7 +126,7 @@ def solve_by_sweeps(chunk: Chunk, tolerance: float, segment: int, free_tokens: f
             break
     alone_from = swept * segment
     if not isfinite(changes[-1]):
-        # 0 × NaN is NaN even behind a mask, so nothing of the sweeps can be kept.
+        # Nothing from the sweeps can be kept, because 0 × NaN is NaN even behind a mask.
         alone_from = 0
         chunk.z_BTC.zero_()
         chunk.carried_BTC.zero_()
@@ -137,7 +137,7 @@ def solve_by_sweeps(chunk: Chunk, tolerance: float, segment: int, free_tokens: f
 
 
 def sweeps_left(changes: list[float], tolerance: float, segments_left: int) -> float:
-    """How many more sweeps it seems to take: at the rate of the last two, and no more than there are segments."""
+    """Estimate how many more sweeps are needed, at the rate of the last two and at most one per segment."""
     if not isfinite(changes[-1]):
         return inf
     if len(changes) < 2:
@@ -151,5 +151,5 @@ def sweeps_left(changes: list[float], tolerance: float, segments_left: int) -> f
 
 
 def break_even_sweeps(segments_left: int, free_tokens: float) -> float:
-    """The sweeps over so many segments that take the time of reading their tokens one by one."""
+    """Return how many sweeps over this many segments take as long as reading their tokens one at a time."""
     return segments_left * (1.0 + 1.0 / free_tokens) / (1.0 + segments_left / free_tokens)

@@ -1,4 +1,4 @@
-"""The fixed point by parallel passes, with the change made by every pass."""
+"""Solves the fixed point with parallel passes, and reports how much every pass changed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,41 +17,41 @@ from contextready.solve.reading import a_posteriori_bound
 
 @dataclass(frozen=True, eq=False)
 class UnrollInfo:
-    """How an unroll went. Changes are relative to the norm of the position they happen at."""
+    """The outcome of an unroll. Changes are relative to the norm at their own position."""
 
     changes_KBT: Tensor
-    """‖z_t^(k) - z_t^(k-1)‖ / ‖z_t^(k)‖ of each pass k = 2 … K, per row and position: (K - 1, B, T)."""
+    """‖z_t^(k) - z_t^(k-1)‖ / ‖z_t^(k)‖ for passes k = 2 … K, per row and position: (K - 1, B, T)."""
     state: State | None
-    """The state after the chunk, as the last pass left it, if a state was given."""
+    """The state after the chunk, from the last pass, if a state was given."""
     tolerance: float | None
-    """What was asked for, if anything."""
+    """The tolerance that was given, if any."""
     has_fixed_point: bool
-    """Whether the stream is what the passes settle on: not in the cumulative ablation, nor while dropout is redrawn."""
+    """Whether the passes converge to the stream. They do not in the cumulative ablation, nor with active dropout."""
 
     @property
     def passes(self) -> int:
-        """K, the passes made."""
+        """K, the number of passes."""
         return len(self.changes_KBT) + 1
 
     @property
     def changes(self) -> list[float]:
-        """The largest change of any position in passes 2 … K."""
+        """The largest change of any position in each of passes 2 … K."""
         return [float(change_BT.max()) for change_BT in self.changes_KBT]
 
     @property
     def converged(self) -> bool:
-        """Whether z is exact, or the last pass changed no position by more than the tolerance that was asked for."""
+        """Whether z is exact, or the last pass changed no position by more than the given tolerance."""
         return self.exact or (self.tolerance is not None and self.passes > 1 and self.changes[-1] <= self.tolerance)
 
     @property
     def exact(self) -> bool:
-        """Whether z is the fixed point, to rounding: T + 1 passes were made, whatever the contraction."""
+        """Whether z is the fixed point up to rounding, which T + 1 passes always reach."""
         enough = self.passes > self.changes_KBT.shape[2]
         return self.has_fixed_point and enough and bool(self.changes_KBT[-1].isfinite().all())
 
     @property
     def rate(self) -> float | None:
-        """What a pass multiplies the largest change by: the worst of the last three; none before the third pass."""
+        """The factor by which a pass changes the largest change: the worst of the last three, or none before pass 3."""
         newest = self.changes[-4:]
         if len(newest) < 2:
             return None
@@ -61,8 +61,8 @@ class UnrollInfo:
     def error_bound(self) -> float | None:
         """The a-posteriori bound on the error of z, relative to each position's norm, at the measured rate.
 
-        0 where z is exact; none where the rate is unknown or not below 1. The rate is measured on this trajectory,
-        not a proven Lipschitz constant, so this is an estimate.
+        It is 0 if z is exact, and none if the rate is unknown or not below 1. The rate is measured on this trajectory
+        and is not a proven Lipschitz constant, so this is an estimate.
         """
         if self.exact:
             return 0.0
@@ -81,14 +81,14 @@ def unroll(
     state: State | None = None,
     cumulative: bool = False,
 ) -> tuple[Tensor, UnrollInfo]:
-    """Iterate the parallel pass over a sequence, or over the next chunk after `state`: (z, info).
+    """Iterate the parallel pass over a sequence, or over the next chunk after `state`; return (z, info).
 
-    Give `passes` (K) for a fixed number, or `tolerance` to stop when a pass changes no position's z by more than that,
-    relative to its norm; with both, `passes` is the most that are made. T tokens are exact after
-    T + 1 passes whatever the contraction, so a tolerance always ends there. `info.state` continues after the chunk.
+    Give `passes` (K) for a fixed number of passes, or `tolerance` to stop when a pass changes no position's z by more
+    than that, relative to its norm. With both, `passes` is the maximum. T tokens are exact after T + 1 passes whatever
+    the contraction, so a tolerance stops there at the latest. `info.state` is the state after the chunk.
     """
     if passes is None and tolerance is None:
-        raise ContextReadyError("unroll needs passes (a fixed K), or a tolerance to reach, or both.")
+        raise ContextReadyError("unroll needs passes (a fixed K), a tolerance, or both.")
     check_tolerance(tolerance)
     if passes is not None:
         check_passes(passes)
@@ -108,9 +108,9 @@ def unroll(
 
 
 def iterate(passes: Iterator[Pass], most: int, tolerance: float | None) -> tuple[Pass, Tensor]:
-    """Take passes until one changes no position by more than the tolerance, at most so many.
+    """Run passes until one changes no position by more than the tolerance, and at most `most`.
 
-    Returns the last, and the relative changes of passes 2 … K: (K - 1, B, T).
+    Returns the last pass, and the relative changes of passes 2 … K: (K - 1, B, T).
     """
     result = next(passes)
     changes: list[Tensor] = []
@@ -121,11 +121,11 @@ def iterate(passes: Iterator[Pass], most: int, tolerance: float | None) -> tuple
 
 
 def check_tolerance(tolerance: float | None) -> None:
-    """Refuse a tolerance that is not a distance."""
+    """Raise an error if the tolerance is negative or NaN."""
     if tolerance is not None and not tolerance >= 0.0:
-        raise ContextReadyError(f"tolerance={tolerance} is not a distance; give 0 or more, for example 0.01.")
+        raise ContextReadyError(f"tolerance must be at least 0 (for example 0.01), but got {tolerance}.")
 
 
 def drops_out(model: nn.Module) -> bool:
-    """Whether the model draws dropout masks now."""
+    """Whether dropout is active in the model."""
     return any(isinstance(part, nn.Dropout) and part.training and part.p > 0 for part in model.modules())
