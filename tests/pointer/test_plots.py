@@ -1,4 +1,4 @@
-"""The pictures of pointer chasing: drawn from real records, as PNG and SVG."""
+"""The plots of pointer chasing: drawn from real records, as PNG and SVG."""
 
 import json
 
@@ -27,17 +27,17 @@ def test_a_wave_is_read_from_the_validations(tmp_path):
 def test_a_run_on_text_has_no_levels(tmp_path):
     write_records(tmp_path / "run", [{"step": 0, "val_loss": 1.0}])
     assert level_records(tmp_path / "run") == []
-    with pytest.raises(ContextReadyError, match="it has learned no pointer chasing yet"):
+    with pytest.raises(ContextReadyError, match="has no validation on pointer chasing yet"):
         read_wave(tmp_path / "run")
 
 
-def test_records_that_lack_something_are_damaged(tmp_path):
+def test_records_with_missing_keys_are_damaged(tmp_path):
     write_records(tmp_path / "run", [{"step": 4, "accuracy": [1.0], "solved": True, "levels_solved": 1}])
-    with pytest.raises(ContextReadyError, match="validation at step 4 lacks seconds; the file is damaged"):
+    with pytest.raises(ContextReadyError, match="is damaged: the validation at step 4 has no 'seconds'"):
         level_records(tmp_path / "run")
 
 
-def is_picture(paths):
+def are_plots(paths):
     png, svg = paths
     return png.read_bytes().startswith(b"\x89PNG") and "<svg" in svg.read_text() and png.stem == svg.stem
 
@@ -48,7 +48,7 @@ def test_waves_of_any_lengths_are_drawn_below_each_other(tmp_path):
         Wave("short", np.array([0, 20]), np.random.rand(2, 13)),
         Wave("only one validation", np.array([0]), np.random.rand(1, 2)),
     ]
-    assert is_picture(draw_waves(waves, tmp_path / "new" / "wave", chance=0.1))
+    assert are_plots(draw_waves(waves, tmp_path / "new" / "wave", chance=0.1))
     text = (tmp_path / "new" / "wave.svg").read_text()
     assert all(name in text for name in ("long", "short", "only one validation"))
 
@@ -58,6 +58,6 @@ def test_staircases_are_drawn_side_by_side(tmp_path):
         Staircase("answers masked", {1: [1, 1], 2: [2, 1]}, {1: [5, 5]}, {1: 1, 2: 2}),
         Staircase("answers visible", {1: [1]}, {}, {}),
     ]
-    assert is_picture(draw_staircases(stairs, 5, tmp_path / "stairs"))
+    assert are_plots(draw_staircases(stairs, 5, tmp_path / "stairs"))
     text = (tmp_path / "stairs.svg").read_text()
-    assert all(title in text for title in ("answers masked", "answers visible", "the receptive field allows"))
+    assert all(title in text for title in ("answers masked", "answers visible", "limit of the receptive field"))

@@ -1,4 +1,4 @@
-"""Runs on pointer chasing: they learn, stop when all is solved, go on to the same bits, and refuse nonsense."""
+"""Runs on pointer chasing: they learn, stop when all is solved, resume to the same bits, and reject bad settings."""
 
 import json
 
@@ -58,7 +58,7 @@ def test_every_kind_of_model_learns_and_is_scored(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["transformer", "bptt"])
-def test_a_run_goes_on_to_the_same_bits(tmp_path, kind):
+def test_a_run_resumes_to_the_same_bits(tmp_path, kind):
     train(small(tmp_path / "whole", *MODELS[kind]))
     train(small(tmp_path / "parts", *MODELS[kind], "steps=4"))
     assert outcome(tmp_path / "parts").step == 4
@@ -67,7 +67,7 @@ def test_a_run_goes_on_to_the_same_bits(tmp_path, kind):
     assert all(torch.equal(one[name], other[name]) for name in one)
     whole, parts = ([r for r in read_metrics(tmp_path / run) if "accuracy" in r] for run in ("whole", "parts"))
     drop = ("seconds",)
-    # Where the first part ended it was scored thoroughly, as its last.
+    # Step 4 was the last step of the first part, so it was scored thoroughly there.
     assert [{k: v for k, v in r.items() if k not in drop} for r in whole if r["step"] != 4] == [
         {k: v for k, v in r.items() if k not in drop} for r in parts if r["step"] != 4
     ]
@@ -209,28 +209,31 @@ def test_the_command_train_knows_the_task_too(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["data=here"], "data=here does not go with pointer chasing"),
-        (["vocab_size=9"], "vocab_size=9 does not go with pointer chasing"),
-        (["block_size=9"], "block_size=9 does not go with pointer chasing"),
+        (["data=here"], "data=here cannot be used with pointer chasing"),
+        (["vocab_size=9"], "vocab_size=9 cannot be used with pointer chasing"),
+        (["block_size=9"], "block_size=9 cannot be used with pointer chasing"),
         (["init_from=there"], "There is no run or checkpoint at there"),
-        (["pretrained=there"], "pretrained=there does not go with pointer chasing"),
-        (["hops=0"], "hops=0 is too small"),
-        (["hops=two"], "hops=two is not a whole number"),
+        (["pretrained=there"], "pretrained=there cannot be used with pointer chasing"),
+        (["hops=0"], "hops must be at least 1, but got 0"),
+        (["hops=two"], "hops must be a whole number, but got two"),
         (["answers=maskd"], "did you mean 'masked'?"),
-        (["queries=some"], "queries=some is unknown"),
-        (["hops=1", "keys=1", "values=2", "out=runs/none"], "has too few sequences to keep some apart for the test"),
+        (["queries=some"], "queries=some is unknown; choose one of: level, all"),
+        (["hops=1", "keys=1", "values=2", "out=runs/none"], "has too few sequences to hold some out for testing"),
         (["hopps=3"], "Unknown setting 'hopps'; did you mean 'hops'?"),
         (["task=language"], "task=language is unknown"),
-        (["mini-d1"], "mini-d1 learns text, not pointer chasing; train it with crt train mini-d1"),
-        (["task=text"], "task=text is not pointer chasing; leave task out"),
+        (["mini-d1"], "The recipe mini-d1 is for text, not pointer chasing; use: crt train mini-d1"),
+        (["task=text"], "crt pointer cannot train with task=text; remove it"),
         (["correction=none", "gradient=bptt"], "gradient=bptt needs a correction"),
-        (["passes=10"], "passes=10 is of parallel passes, and gradient=bptt makes none; set gradient=unroll"),
-        (["min_passes=2"], "min_passes=2 is of parallel passes, and gradient=bptt makes none"),
-        (["out=file"], "file cannot be a folder: a file is in the way; choose another"),
-        (["out=file/below"], "file/below cannot be a folder: a file is in the way"),
+        (
+            ["passes=10"],
+            "passes=10 does not apply to gradient=bptt, which makes no parallel passes; set gradient=unroll",
+        ),
+        (["min_passes=2"], "min_passes=2 does not apply to gradient=bptt"),
+        (["out=file"], "file cannot be created because a file is in the way; choose another"),
+        (["out=file/below"], "file/below cannot be created because a file is in the way"),
     ],
 )
-def test_nonsense_is_refused_in_a_sentence(words, message, capsys, tmp_path, monkeypatch):
+def test_bad_settings_are_rejected_in_a_sentence(words, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     assert main(["pointer", *words]) == 2
@@ -238,7 +241,7 @@ def test_nonsense_is_refused_in_a_sentence(words, message, capsys, tmp_path, mon
 
 
 def test_settings_of_the_task_are_not_for_text():
-    with pytest.raises(ContextReadyError, match=r"hops=3 is of pointer chasing \(crt pointer\)"):
+    with pytest.raises(ContextReadyError, match=r"hops=3 is a setting of pointer chasing \(crt pointer\)"):
         build_run({"hops": 3, "width": 8})
 
 
@@ -251,25 +254,27 @@ def test_a_transformers_weights_can_be_the_start(tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_a_run_of_another_task_is_not_gone_on_with(tmp_path):
+def test_a_run_of_another_variant_is_not_resumed(tmp_path):
     train(small(tmp_path / "run", "steps=2"))
-    with pytest.raises(ContextReadyError, match="was trained with answers=masked, and answers=visible is asked for"):
+    with pytest.raises(ContextReadyError, match="was trained with answers=masked, not answers=visible"):
         train(small(tmp_path / "run", "answers=visible"))
 
 
-def test_where_text_is_wanted_a_run_says_what_it_learned(tmp_path, capsys):
+def test_verbs_for_text_report_that_a_run_learned_another_task(tmp_path, capsys):
     train(small(tmp_path / "run", "steps=2"))
     run, out = str(tmp_path / "run"), str(tmp_path / "out")
     for words in (["eval", run], ["generate", run, "text"], ["convert", run, out], ["export", run, f"{out}.gguf"]):
         assert main(words) == 2
-        assert "learned pointer chasing, not text" in capsys.readouterr().err
+        assert "was trained on pointer chasing, not on text" in capsys.readouterr().err
 
 
 def test_the_example_is_shown_and_nothing_is_trained(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["pointer", "--show", "hops=2", "answers=visible"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("52 tokens, 23 kinds of them, answers visible, window 26:\nLevel 0 (base table and queries)")
+    assert said.startswith(
+        "52 tokens, vocabulary of 23, answers visible, attention window 26:\nLevel 0 (base table and queries)"
+    )
     assert list(tmp_path.iterdir()) == []
     for words, window in ((["window=9"], "9"), (["window=none"], "none"), (["pointer-d1-c256", "keys=3"], "26")):
         assert main(["pointer", "--show", *words]) == 0
@@ -293,7 +298,7 @@ def test_in_a_terminal_the_table_is_live(tmp_path):
     assert "step 5 of 10, loss" in text
 
 
-def test_outcomes_are_told_in_a_sentence(tmp_path):
+def test_outcomes_are_described_in_a_sentence(tmp_path):
     assert outcome(tmp_path) is None
     train(small(tmp_path / "run", "steps=2"))
     found = outcome(tmp_path / "run")
@@ -302,16 +307,16 @@ def test_outcomes_are_told_in_a_sentence(tmp_path):
     assert describe_outcome(done, 2).startswith("All 2 levels solved at step 1,234, after ")
 
 
-def test_damaged_folders_are_told_of_in_a_sentence(tmp_path, capsys):
+def test_damaged_folders_are_reported_in_a_sentence(tmp_path, capsys):
     run = tmp_path / "run"
     words = ["pointer", *SMALL, "steps=2", f"out={run}"]
     assert main(words) == 0
     capsys.readouterr()
     metrics = run / "metrics.jsonl"
     for content, message in (
-        ("", "has made all its steps, but metrics.jsonl"),
-        ('{"loss": 1}\n', "metrics.jsonl, line 1 is no record of a run"),
-        ("5\n", "metrics.jsonl, line 1 is no record of a run"),
+        ("", "is finished, but its file metrics.jsonl with the validations is missing or empty"),
+        ('{"loss": 1}\n', "metrics.jsonl, line 1 is not a record of a run"),
+        ("5\n", "metrics.jsonl, line 1 is not a record of a run"),
     ):
         metrics.write_text(content)
         assert main(words) == 2

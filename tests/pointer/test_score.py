@@ -1,4 +1,4 @@
-"""Answers counted by level: against a count by hand, for models read in one pass and token by token."""
+"""Scores by level: compared with a count by hand, for models that read in one pass and token by token."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def make(correction, seed=0):
 
 
 def logits_of(model, inputs_BT):
-    """By another way than the score's: a converged unroll, or the forward."""
+    """Compute logits differently than the score does: by a converged unroll, or by one forward pass."""
     return model(inputs_BT, passes=inputs_BT.shape[1] + 1 if model.is_recurrent else 1)
 
 
@@ -78,7 +78,7 @@ def test_a_level_is_solved_at_99_of_100():
 
 
 def test_a_context_ready_model_is_scored_as_it_streams_not_after_few_passes():
-    """After two passes the answers are others: the score has to be sequential, unless passes are asked for."""
+    """After two passes the answers differ, so the score must be sequential unless passes are asked for."""
     model, batch = make("add", seed=3), TASK.batch("test", 0, 0, 40)
     streamed = score_levels(model, TASK, batch)
     two = model(batch.inputs_BT, passes=2).argmax(-1)

@@ -1,4 +1,4 @@
-"""`crt reproduce pointer`: its rows are the paper's and the miniature's; runs go on, fail and are reported for real."""
+"""`crt reproduce pointer`: its rows match the paper and the miniature; real runs resume, fail and are reported."""
 
 import io
 import json
@@ -41,7 +41,7 @@ def test_the_rows_of_the_miniature():
         assert run.model.layers == trial.layers
         assert (run.model.correction is not None) == trial.ready
         assert (run.train.seed, run.train.out) == (3, f"runs/x/{trial.key}-seed3")
-    # All else is the same for all.
+    # All other settings are the same for all rows.
     runs = [resolve_pointer(trial.words(0, Path("runs"))).train for trial in table]
     same = {"out": "", "gradient": "unroll", "passes": 1, "min_passes": None, "eval_every": 100}
     assert len({replace(t, **same) for t in runs}) == 1
@@ -74,19 +74,19 @@ def test_the_rows_at_the_papers_scale():
         assert run.model.window == 38
         assert run.train.steps == 50_000
         assert run.train.precision == "fp32"
-    # What is compared with parallel training is a run of the table, not the same run once more.
+    # Parallel training is compared with a run of the table, not with a second run of the same settings.
     parallel = [trial.key for trial in trials_of("paper", ["parallel"])]
     assert parallel[0] == "masked-d1"
     assert "parallel-bptt" not in parallel
     words = [" ".join(trial.words(0, Path("x"))[:-1]) for trial in trials_of("paper", PARTS)]
     assert len(set(words)) == len(words)
-    with pytest.raises(ContextReadyError, match="There is no scale 'gpu'"):
+    with pytest.raises(ContextReadyError, match="Unknown scale 'gpu'; did you mean 'cpu'"):
         trials_of("gpu", ["table"])
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The headline made for real, in two processes, in miniature of the miniature."""
+    """Train the headline in two processes, at a size even smaller than the miniature."""
     out = tmp_path_factory.mktemp("headline") / "runs"
     words = [sys.executable, "-m", "contextready", "reproduce", "pointer", "--part", "headline", "--out", str(out)]
     done = subprocess.run([*words, *TINY, "steps=4"], capture_output=True, text=True, timeout=300, check=False)
@@ -94,9 +94,9 @@ def made(tmp_path_factory):
     return out, done.stdout
 
 
-def test_the_runs_are_made_and_reported(made):
+def test_the_runs_are_trained_and_reported(made):
     out, said = made
-    assert "2 of 2 runs to make" in said
+    assert "2 of 2 runs are still to train" in said
     assert "masked D=1 BPTT, seed 0: 0 of 5 levels solved after all 4 steps" in said
     report = (out / "report.md").read_text()
     assert report.strip() in said
@@ -112,12 +112,12 @@ def test_the_runs_are_made_and_reported(made):
         assert "<svg" in (out / f"{name}.svg").read_text()
 
 
-def test_what_is_done_is_not_done_again_and_more_steps_go_on(made, capsys):
+def test_finished_runs_are_not_repeated_and_more_steps_resume_them(made, capsys):
     out, _ = made
     before = (out / "masked-n2-seed0" / "metrics.jsonl").read_text()
     words = ["reproduce", "pointer", "--part", "headline", "--out", str(out), *TINY]
     assert main([*words, "steps=4"]) == 0
-    assert "0 of 2 runs to make" in capsys.readouterr().out
+    assert "0 of 2 runs are still to train" in capsys.readouterr().out
     assert (out / "masked-n2-seed0" / "metrics.jsonl").read_text() == before
     rows = trials_of("cpu", ["headline"])
     assert jobs_of(rows, [0], out, [*TINY, "steps=4"]) == []
@@ -126,17 +126,17 @@ def test_what_is_done_is_not_done_again_and_more_steps_go_on(made, capsys):
     assert main([*words, "steps=6"]) == 0
     assert outcome(out / "masked-n2-seed0").step == 6
     said = capsys.readouterr().out
-    # The report of the folder alone is the same, whatever was asked for when the runs were made.
+    # The report of the folder alone is the same, whatever options the runs were trained with.
     assert main(["reproduce", "pointer", "--out", str(out), "--report"]) == 0
     assert capsys.readouterr().out.strip() in said
 
 
-def test_runs_of_other_settings_are_not_taken_for_these(made):
-    """Nor for other seeds of them: what shares a table has the same settings."""
+def test_runs_with_other_settings_are_not_reused(made):
+    """Other seeds must match too, because rows that share a table have the same settings."""
     out, _ = made
     rows = trials_of("cpu", ["headline"])
     for seed in (0, 1):
-        with pytest.raises(ContextReadyError, match=r"masked-d1-seed0 was trained with lr=0.001, and lr=0.5 is asked"):
+        with pytest.raises(ContextReadyError, match=r"masked-d1-seed0 was trained with lr=0.001, not lr=0.5"):
             jobs_of(rows, [seed], out, [*TINY, "steps=4", "lr=0.5"])
     assert results_of(rows, out)[0].config.train.lr == 0.001
 
@@ -156,8 +156,8 @@ def test_other_parts_stay_in_the_report(made, tmp_path, capsys):
     assert (out / "wave-growth.png").exists()
 
 
-def test_a_run_that_has_only_begun_stops_nothing(made, tmp_path):
-    """Its metrics are there, and empty, until its first validation ends."""
+def test_a_run_that_has_just_started_is_no_problem(made, tmp_path):
+    """Its metrics file exists but is empty until the first validation ends."""
     out = tmp_path / "runs"
     shutil.copytree(made[0], out)
     (out / "masked-d1-seed0" / "metrics.jsonl").write_text("")
@@ -175,7 +175,7 @@ def test_a_run_that_has_only_begun_stops_nothing(made, tmp_path):
     assert "masked D=1" not in shown
 
 
-def test_stopping_saves_and_the_same_command_goes_on(tmp_path):
+def test_stopping_saves_and_the_same_command_resumes(tmp_path):
     out = tmp_path / "runs"
     words = [sys.executable, "-m", "contextready", "reproduce", "pointer", "--part", "headline", "--out", str(out)]
     words += [*TINY, "steps=100000", "save_every=100000"]
@@ -191,18 +191,18 @@ def test_stopping_saves_and_the_same_command_goes_on(tmp_path):
         process.send_signal(signal.SIGINT)
         said, _ = process.communicate(timeout=100)
         assert process.returncode == 128 + signal.SIGINT, said
-        assert "the same command goes on from here" in said
+        assert "Stopped. Run the same command again to resume." in said
         assert re.search(r"N=2 +\| \d\* of 5", said)
         for i, folder in enumerate(folders):
             newest = open_checkpoint(folder).progress.step
             assert newest >= reached[i] + 4
             log = (folder / LOG).read_text()
             assert log.count("SIGTERM at step") == times
-            assert ("going on from step" in log) == (times == 2)
+            assert ("resuming from step" in log) == (times == 2)
             reached[i] = newest
 
 
-def test_a_run_that_fails_is_told_of_in_one_sentence(made, tmp_path, capsys):
+def test_a_run_that_fails_is_reported_in_one_sentence(made, tmp_path, capsys):
     out = tmp_path / "runs"
     shutil.copytree(made[0], out)
     for folder in ("masked-d1-seed0", "masked-n2-seed0"):
@@ -214,7 +214,7 @@ def test_a_run_that_fails_is_told_of_in_one_sentence(made, tmp_path, capsys):
     assert LOG in said
 
 
-def test_a_command_that_cannot_run_is_told_of_too(tmp_path):
+def test_a_command_that_cannot_run_is_reported_too(tmp_path):
     seen = []
     job = Job("bad", tmp_path / "bad", ("no-such-verb",), 1)
     with pytest.raises(ContextReadyError, match="bad failed: crt: error: argument VERB: invalid choice"):
@@ -226,25 +226,25 @@ def test_a_command_that_cannot_run_is_told_of_too(tmp_path):
     ("words", "message"),
     [
         (["--seeds", "0,x"], "--seeds 0,x is not a list of numbers"),
-        (["--seeds", "1,1"], "give each seed once"),
+        (["--seeds", "1,1"], "--seeds must be different numbers that are at least 0, but got 1,1"),
         (["--seeds", ""], "--seeds  is not a list of numbers"),
-        (["--jobs", "0"], "--jobs 0 is too few"),
-        (["out=here"], "out is what the rows differ in"),
-        (["layers=3"], "layers is what the rows differ in"),
-        (["--part", "growth", "hops=6"], "hops is what the rows differ in"),
-        (["--part", "parallel", "min_passes=2"], "min_passes is what the rows differ in"),
+        (["--jobs", "0"], "--jobs must be at least 1, but got 0"),
+        (["out=here"], "out cannot be set here, because the rows differ in it"),
+        (["layers=3"], "layers cannot be set here"),
+        (["--part", "growth", "hops=6"], "hops cannot be set here"),
+        (["--part", "parallel", "min_passes=2"], "min_passes cannot be set here"),
         (["--report", "steps=3"], "leave steps=3 out"),
         (["--report", "--part", "growth"], "leave --part out"),
         (["hopps=3"], "did you mean 'hops'?"),
-        (["--report"], "There is no run of these"),
+        (["--report"], "There is no run of this experiment"),
     ],
 )
-def test_nonsense_is_refused_in_a_sentence(tmp_path, words, message, capsys):
+def test_bad_input_is_rejected_in_a_sentence(tmp_path, words, message, capsys):
     assert main(["reproduce", "pointer", "--out", str(tmp_path / "runs"), *words]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_changes_take_the_place_of_a_rows_own():
+def test_changes_replace_the_settings_of_a_row():
     assert with_changes(("a=1", "b=2"), ["b=3", "c=4"]) == ("a=1", "b=3", "c=4")
 
 
@@ -253,16 +253,16 @@ def test_tables_are_markdown_and_aligned():
 
 
 def test_parallel_rows_are_also_scored_in_their_own_passes(tmp_path):
-    """And each seed in every number of passes; what is shown of one seed is all of the same one."""
+    """Each seed is scored in every number of passes, and all figures of one seed come from that seed."""
     rows = [trial for trial in trials_of("cpu", ["parallel"]) if trial.key == "parallel-k2"]
-    # Two steps this large make a model that says something else in every number of passes.
+    # Two steps this large give a model whose answers differ for every number of passes.
     changes = [*TINY, "steps=2", "lr=0.1", "warmup=1"]
     assert results_of(rows, tmp_path) == []
     jobs = jobs_of(rows, [0, 1, 2], tmp_path, changes)
     for job in jobs:
         assert main(list(job.words)) == 0
     (result,) = results_of(rows, tmp_path)
-    # The second is in the middle, whatever they have learned.
+    # These values make the second seed the median, whatever the models have learned.
     results = [replace(result, outcomes={s: o._replace(levels_solved=3 - s) for s, o in result.outcomes.items()})]
     lines = re.findall(r"^\| D=1, K=2 passes .*$", as_markdown(results, tmp_path), flags=re.MULTILINE)
     first, second = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)

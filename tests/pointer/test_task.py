@@ -1,4 +1,4 @@
-"""Pointer chasing: the paper's example, a brute-force solver that reads the sequences, splits that never meet."""
+"""Pointer chasing: the paper's example, a brute-force solver that reads the sequences, and disjoint splits."""
 
 import itertools
 
@@ -15,11 +15,11 @@ TASKS = [
     for queries in ("level", "all")
 ]
 MANY_LETTERS = PointerTask(hops=6, keys=3, values=3)
-"""Enough keys to come to the letter Q, which is the query."""
+"""Enough keys to reach the letter Q, which marks queries."""
 
 
 def example(task):
-    """The paper's tables: A→v3, B→v0, C→v8; D→A, E→B, F→C; G→D, H→E, I→F; then G is asked."""
+    """The paper's tables: A→v3, B→v0, C→v8; D→A, E→B, F→C; G→D, H→E, I→F. The final query asks for G."""
     return task.written(np.array([[3, 0, 8]]), np.arange(3).reshape(1, 1, 3).repeat(2, axis=1), np.array([0]))
 
 
@@ -43,7 +43,7 @@ def test_the_papers_example():
 def test_masked_answers_are_a_placeholder_and_nothing_else_changes():
     visible, masked = (example(PointerTask(2, 3, 10, answers=answers)) for answers in ("visible", "masked"))
     differs_T = (visible.inputs_BT != masked.inputs_BT)[0]
-    # An answer stands right after its query's key; the final query has none.
+    # An answer follows the key of its query; the final query has no answer.
     expected_T = torch.zeros_like(differs_T)
     expected_T[1:] = visible.targets_BT[0, :-1] != IGNORED
     assert torch.equal(differs_T, expected_T)
@@ -52,7 +52,7 @@ def test_masked_answers_are_a_placeholder_and_nothing_else_changes():
 
 
 def solve(words):
-    """Answers of all queries from the spelled sequence alone: tables read in order, pointers followed one by one."""
+    """Answer all queries from the spelled sequence alone: read the tables in order, follow pointers one by one."""
     table, found = {}, []
     for i, word in enumerate(words):
         if word == "=":
@@ -111,9 +111,9 @@ def test_sequences_are_a_function_of_seed_split_and_step():
 
 
 def test_no_sequence_is_in_both_splits():
-    """In a task so small that chance alone would repeat them: every table there is turns up on one side."""
+    """The task is so small that draws repeat, and every possible table appears in exactly one split."""
     task = PointerTask(hops=2, keys=2, values=3)
-    end = -2  # without the final query, which is drawn apart
+    end = -2  # without the final query, which is drawn separately
     sides = {
         split: {tuple(row) for step in range(20) for row in task.batch(split, 0, step, 100).inputs_BT[:, :end].tolist()}
         for split in ("train", "test")
@@ -123,7 +123,7 @@ def test_no_sequence_is_in_both_splits():
     assert len(sides["test"]) > 0
 
 
-def test_everything_is_drawn_alike():
+def test_everything_is_drawn_uniformly():
     """Values, permutations and final keys are uniform within sampling error, in both splits."""
     task = PointerTask(hops=4, keys=3, values=4)
     for split in ("train", "test"):
@@ -143,20 +143,20 @@ def test_everything_is_drawn_alike():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"hops": 0}, "hops=0 is too small"),
-        ({"keys": 0}, "keys=0 is too small"),
+        ({"hops": 0}, "hops must be at least 1, but got 0"),
+        ({"keys": 0}, "keys must be at least 1, but got 0"),
         ({"answers": "hidden"}, "answers=hidden is unknown; choose one of: masked, visible"),
         ({"queries": "levels"}, "queries=levels is unknown; did you mean 'level'"),
         ({"keys": 1, "values": 1}, "nothing to ask"),
     ],
 )
-def test_nonsense_is_refused(changes, sentence):
+def test_bad_settings_are_rejected(changes, sentence):
     with pytest.raises(ContextReadyError, match=sentence):
         PointerTask(**changes)
 
 
-def test_an_unknown_split_is_refused():
-    with pytest.raises(ContextReadyError, match="no split 'val'"):
+def test_an_unknown_split_is_rejected():
+    with pytest.raises(ContextReadyError, match="Unknown split 'val'; choose train or test"):
         PointerTask().batch("val", 0, 0, 1)
 
 
@@ -194,7 +194,7 @@ def test_an_example_is_shown_as_the_paper_prints_it():
     )
 
 
-def test_what_is_shown_is_the_whole_sequence_in_every_reading():
+def test_what_is_shown_is_the_whole_sequence_in_every_variant():
     for task, seed in [*((task, 3) for task in TASKS), *((MANY_LETTERS, seed) for seed in range(8))]:
         assert len({task.spelled(token) for token in range(task.vocab_size)}) == task.vocab_size
         batch = task.batch("test", seed, 0, 2)

@@ -1,4 +1,4 @@
-"""`crt demo`: one context-ready layer against the transformer of the same cost, trained in minutes."""
+"""`crt demo`: train one context-ready layer and a transformer of the same cost in minutes, and compare them."""
 
 import argparse
 from math import exp
@@ -20,21 +20,28 @@ if TYPE_CHECKING:
 VOCABULARY = 1024
 VALIDATION = 0.05
 RECIPES = {"transformer": "demo-n1-ffn", "context-ready": "demo-d1"}
-PROMPT = "The people of the United States"
+TEXTS = {
+    "sotu": ("the State of the Union addresses", "The people of the United States"),
+    "stdlib": ("the source code of Python's standard library", "def __init__(self"),
+}
+"""What the text of each corpus is, and a prompt that fits it."""
+DESCRIPTION = """\
+Train one context-ready layer and a transformer that costs the same per generated token, on
+text that comes with the installation. Then evaluate both, plot their learning curves to
+curves.png in the folder, and stream a sample. This takes a few minutes on two cores.
+Run the same command again to resume."""
+EXAMPLES = """\
+crt demo
+crt demo --steps 200 --out runs/short   # a shorter run"""
 
 
 def add(verbs: Verbs) -> None:
-    """Describe `crt demo`."""
+    """Add `crt demo`."""
     demo = verb(
-        verbs,
-        "demo",
-        "train a small model and its transformer, and compare",
-        "Train one context-ready layer and the transformer of the same cost on text that comes\n"
-        "with the installation, evaluate both, draw their curves and stream a sample: a few\n"
-        "minutes on two cores.",
+        verbs, "demo", "train a small context-ready model and a transformer, and compare", DESCRIPTION, EXAMPLES
     )
-    demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the runs (default: runs/demo)")
-    demo.add_argument("--steps", type=int, help="updates of each model (default: the recipe's)")
+    demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the data and the runs")
+    demo.add_argument("--steps", type=int, help="training steps of each model (default: 800, as in the recipes)")
     demo.set_defaults(run=_run)
 
 
@@ -43,7 +50,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def run_demo(out: Path, steps: int | None = None) -> int:
-    """Prepare the default corpus, train both models, evaluate, draw, stream a sample; goes on where it stopped."""
+    """Prepare the default corpus, train and evaluate both models, plot, stream a sample. Resumes if it was stopped."""
     from contextready.cli.display import ConsoleDisplay
     from contextready.data.prepare import Preparation
     from contextready.data.shards import Data
@@ -58,80 +65,85 @@ def run_demo(out: Path, steps: int | None = None) -> int:
     folder = out / "data"
     if not folder.exists():
         run_prepare(folder, Preparation(["default"], [], VALIDATION, VOCABULARY))
+    data = Data(folder, verify=["val"])
+    text, prompt = TEXTS.get(data.manifest["source"], (data.manifest["source"], TEXTS["sotu"][1]))
+    console.print(f"Both models learn from {text}.")
     changes = [] if steps is None else [f"steps={steps}"]
     for name, recipe in RECIPES.items():
         config = resolve(recipe, [f"data={folder}", f"out={out / name}", *changes])
         result = train(config, ConsoleDisplay(console))
         if result.stopped_by is not None:
-            console.print("Stopped; the same command goes on from here.")
+            console.print("Stopped. Run the same command again to resume.")
             return 128 + result.stopped_by
 
-    data, device = Data(folder, verify=["val"]), find_device("auto")
+    device = find_device("auto")
     trained = {name: open_checkpoint(out / name) for name in RECIPES}
     evaluations = {name: evaluate_checkpoint(checkpoint, data, device) for name, checkpoint in trained.items()}
+    console.print("\nBoth models on the validation text. A lower perplexity is better.")
     print_evaluation(list(evaluations), list(evaluations.values()))
 
     plain, ready = (read_curve(out / name) for name in ("transformer", "context-ready"))
     plain_macs, ready_macs = (read_curve(out / name, "macs") for name in ("transformer", "context-ready"))
-    console.print(at_equal_tokens(plain, ready))
-    console.print(at_equal_compute(plain_macs, ready_macs))
-    console.print(observation(evaluations["context-ready"]))
+    console.print(f"\n{at_equal_tokens(plain, ready)}", end="\n\n")
+    console.print(at_equal_compute(plain_macs, ready_macs), end="\n\n")
+    console.print(observation(evaluations["context-ready"]), end="\n\n")
     try:
         draw([plain, ready], out / "curves.png", title="Same cost per generated token, equal training tokens")
-        console.print(f"The curves: {out / 'curves.png'}\n")
+        console.print(f"Learning curves: {out / 'curves.png'}\n")
     except ContextReadyError as error:
-        console.print(f"No picture: {error}\n")
+        console.print(f"The learning curves were not drawn. {error}\n")
 
     tokenizer = data.tokenizer()
     assert tokenizer is not None
-    console.print("A sample, streamed exactly, one pass per token:\n")
-    console.print(sample(trained["context-ready"].model(), tokenizer, PROMPT))
+    console.print("A sample from the context-ready model, streamed token by token with one pass per token:\n")
+    console.print(sample(trained["context-ready"].model(), tokenizer, prompt))
     return 0
 
 
 def at_equal_tokens(plain: "Curve", ready: "Curve") -> str:
-    """Which model is ahead after the same tokens, and where they changed places."""
+    """Describe which model is ahead after equal training tokens, and where one overtook the other."""
     from contextready.evaluate.curves import crossover, short
 
     after = min(plain.x[-1], ready.x[-1])
     ours, theirs = exp(ready.at(after)), exp(plain.at(after))
     cross = crossover(ready, plain)
     if cross is not None and cross.below == ready.name:
-        passing = f"It passed it at {short(cross.x)} tokens."
+        passing = f"The context-ready layer overtook it at {short(cross.x)} tokens."
     elif ours < theirs:
-        passing = "It was ahead from the first validation on."
+        passing = "The context-ready layer was ahead from the first validation on."
     else:
-        passing = "It has not passed it in this run; the paper's curves cross later in training."
+        passing = "The context-ready layer did not overtake it in this run; the paper's curves cross later in training."
     return (
-        f"Equal tokens: after {short(after)} the context-ready layer is at perplexity {ours:.1f}, the transformer with "
-        f"the same multiply-accumulates per generated token at {theirs:.1f}. {passing}"
+        f"At equal training tokens: after {short(after)} tokens the context-ready layer has perplexity {ours:.1f}. The "
+        f"transformer with the same multiply-accumulates per generated token has {theirs:.1f}. {passing}"
     )
 
 
 def at_equal_compute(plain: "Curve", ready: "Curve") -> str:
-    """What the K passes of training cost, and where the context-ready model stood at the transformer's budget."""
+    """Describe the cost of training with K passes, and both models at the transformer's training budget."""
     budget = min(plain.x[-1], ready.x[-1])
     return (
-        f"Equal training compute: K passes cost {ready.x[-1] / plain.x[-1]:.1f} × the transformer's training. At the "
-        f"transformer's budget the context-ready layer stood at {exp(ready.at(budget)):.1f}, the transformer at "
-        f"{exp(plain.at(budget)):.1f}."
+        f"At equal training compute: training with K passes costs {ready.x[-1] / plain.x[-1]:.1f} times as much as "
+        f"training the transformer. With the transformer's budget the context-ready layer has perplexity "
+        f"{exp(ready.at(budget)):.1f}, and the transformer has {exp(plain.at(budget)):.1f}."
     )
 
 
 def observation(evaluation: "Evaluation") -> str:
-    """The paper's two observations that the table shows: what the correction brings, and that streaming is exact."""
+    """Describe two observations of the paper in the table: what the correction adds, and that streaming is exact."""
     assert evaluation.correction is not None
     assert evaluation.sequential_gap is not None
     k = max(evaluation.parallel)
+    difference = evaluation.sequential_gap[0] / evaluation.parallel[k].perplexity
     return (
-        f"The paper: the correction carries much of the model, and streaming equals many parallel passes. Here K=1 to "
-        f"K=5 gains {evaluation.correction[0]:.1f} perplexity, and streaming differs from K={k} by "
-        f"{100 * evaluation.sequential_gap[0] / evaluation.parallel[k].perplexity:+.4f} %."
+        "The paper observes that the model relies heavily on the correction, and that streaming gives the same result "
+        f"as many parallel passes. Here perplexity falls by {evaluation.correction[0]:.1f} from K=1 to K=5, and "
+        f"streaming differs from K={k} by {100 * difference:+.4f} %."
     )
 
 
 def sample(model: "ContextReady", tokenizer: "Tokenizer", prompt: str, tokens: int = 120, seed: int = 0) -> str:
-    """The prompt and a continuation drawn at temperature 0.8, streamed token by token."""
+    """Return the prompt with a continuation, sampled token by token at temperature 0.8."""
     from contextready.infer.generate import GenerationSettings, generate
     from contextready.infer.sampling import Sampling
     from contextready.infer.torch_engine import torch_engine

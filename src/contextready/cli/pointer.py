@@ -1,4 +1,4 @@
-"""`crt pointer`: train a model on pointer chasing, watch its levels being solved, draw the wave."""
+"""`crt pointer`: train a model on pointer chasing, show which levels it solves, and plot them over training."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -12,35 +12,61 @@ if TYPE_CHECKING:
     from contextready.pointer.outcome import Outcome
     from contextready.runs.config import RunConfig
 
+DESCRIPTION = """\
+Train a model on pointer chasing, the paper's task that measures how many lookups in a row a
+model can make. Training stops when every level is solved (at least 0.99 of the answers are
+right on 2,000 fresh sequences) or after the last step. Run the same command again to resume.
+The folder of the run also gets a plot of all levels over training, wave.png and wave.svg."""
+EXAMPLES = """\
+crt pointer --show hops=2 answers=visible          # print an example in the paper's format
+crt pointer                                        # train one context-ready layer
+crt pointer correction=none layers=2 out=runs/n2   # train a two-layer transformer
+crt pointer correction=none layers=1 extra_ffn=true out=runs/n1-ffn
+crt pointer gradient=unroll passes=10 min_passes=none out=runs/k10
+crt pointer gradient=implicit passes=20 min_passes=none out=runs/implicit
+crt pointer pointer-d1-c256                        # train at the paper's scale"""
+TERMS = """\
+terms:
+  hops              A base table maps keys to values. Each hop adds a table that
+                    maps new keys to the keys of the table before it.
+  level             A query at level n follows n pointers and then reads a value.
+  window            How many tokens a token attends to, itself included. The
+                    default is 6 · keys + 8: a query sees its own level and
+                    nothing before the previous one.
+  masked answers    If the input shows the answer after each query (visible), a
+                    query only has to copy an answer from the level before. With
+                    masked answers it has to follow all pointers."""
+
 
 def add(verbs: Verbs) -> None:
-    """Describe `crt pointer`."""
-    from contextready.pointer.task import PointerTask
-    from contextready.settings import describe_settings
-
+    """Add `crt pointer`."""
     pointer = verb(
         verbs,
         "pointer",
-        "pointer chasing: train a model, watch its levels being solved",
-        "Train a model on pointer chasing, the task on which depth can be counted, until every level\n"
-        "is solved (0.99 of the answers right on 2,000 fresh sequences) or its steps are made. The\n"
-        "same command goes on after any interruption. Writes the wave of levels as a picture.",
-        f"settings of the task (the recipe pointer-mini has hops=4 keys=3):\n{describe_settings(PointerTask)}\n\n"
-        "settings of model and training: see crt train --help.\n\n"
-        "examples:\n"
-        "  crt pointer --show hops=2 answers=visible                    as the paper prints it\n"
-        "  crt pointer                                                  one context-ready layer\n"
-        "  crt pointer correction=none layers=2 out=runs/n2             a transformer of two layers\n"
-        "  crt pointer correction=none layers=1 extra_ffn=true out=runs/n1-ffn\n"
-        "  crt pointer gradient=unroll passes=10 min_passes=none out=runs/k10\n"
-        "  crt pointer gradient=implicit passes=20 min_passes=none out=runs/implicit\n"
-        "  crt pointer pointer-d1-c256                                  the paper's",
+        "train a model on pointer chasing, the paper's test of effective depth",
+        DESCRIPTION,
+        EXAMPLES,
+        _notes,
     )
     pointer.add_argument(
-        "settings", nargs="*", metavar="RECIPE|key=value", help="a recipe (default: pointer-mini), and changes to it"
+        "settings",
+        nargs="*",
+        metavar="RECIPE|key=value",
+        help="a recipe (default: pointer-mini) and settings that change it",
     )
-    pointer.add_argument("--show", action="store_true", help="print an example, and train nothing")
+    pointer.add_argument("--show", action="store_true", help="print an example sequence and exit without training")
     pointer.set_defaults(run=_run, more_words="settings")
+
+
+def _notes() -> str:
+    from contextready.pointer.task import PointerTask
+    from contextready.settings import describe_settings
+
+    return (
+        f"{TERMS}\n\n"
+        f"settings of the task (the recipe pointer-mini has hops=4 keys=3):\n{describe_settings(PointerTask)}\n\n"
+        "For the settings of the model and the training, see crt train --help."
+    )
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -54,7 +80,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def run_pointer(config: "RunConfig") -> int:
-    """Train in the foreground and say which levels were solved; the exit code is that of `crt train`."""
+    """Train in the foreground and report which levels were solved; the exit code is that of `crt train`."""
     from contextready.cli.pointer_display import PointerDisplay
     from contextready.pointer.outcome import outcome
     from contextready.pointer.plots import draw_waves, read_wave
@@ -72,34 +98,34 @@ def run_pointer(config: "RunConfig") -> int:
     assert isinstance(config.task, PointerTask)
     if newest is None:
         raise ContextReadyError(
-            f"{result.run} has made all its steps, but {FILE}, where its validations stood, is gone or empty; put it "
-            "back, or choose another out=."
+            f"The run {result.run} is finished, but its file {FILE} with the validations is missing or empty. Restore "
+            "the file, or train again with another out=."
         )
     console.print(describe_outcome(newest, config.task.levels))
     try:
         written = draw_waves([read_wave(result.run)], result.run / "wave", 1 / config.task.values)
-        console.print(f"The wave: {' and '.join(map(str, written))}")
+        console.print(f"Plot of all levels over training: {' and '.join(map(str, written))}")
     except ContextReadyError as error:
-        console.print(f"No picture: {error}")
+        console.print(f"The plot was not drawn. {error}")
     return 0
 
 
 def describe_outcome(outcome: "Outcome", levels: int) -> str:
-    """One sentence on what was solved, and when."""
+    """Describe which levels were solved, and when."""
     accuracy = " ".join(f"{part:.3f}" for part in outcome.accuracy)
     if outcome.solved:
         return (
-            f"All {levels} levels solved at step {outcome.step:,}, after {outcome.seconds:,.0f} s of updates: "
-            f"{accuracy}"
+            f"All {levels} levels solved at step {outcome.step:,}, after {outcome.seconds:,.0f} s of updates. "
+            f"Accuracy by level: {accuracy}"
         )
     return (
         f"{outcome.levels_solved} of {levels} levels solved after all {outcome.step:,} steps "
-        f"({outcome.seconds:,.0f} s of updates): {accuracy}"
+        f"({outcome.seconds:,.0f} s of updates). Accuracy by level: {accuracy}"
     )
 
 
 def print_example(config: "RunConfig") -> None:
-    """The first sequence that a run learns from, as the paper prints it."""
+    """Print the first training sequence of a run in the format of the paper."""
     from contextready.model.config import ModelConfig
     from contextready.pointer.task import PointerTask
 
@@ -107,7 +133,7 @@ def print_example(config: "RunConfig") -> None:
     assert isinstance(task, PointerTask)
     assert isinstance(config.model, ModelConfig)
     print(
-        f"{task.length} tokens, {task.vocab_size} kinds of them, answers {task.answers}, window "
+        f"{task.length} tokens, vocabulary of {task.vocab_size}, answers {task.answers}, attention window "
         f"{config.model.window or 'none'}:"
     )
     print(task.shown(task.batch("train", config.train.seed, 0, 1)))

@@ -1,4 +1,4 @@
-"""Show a run on pointer chasing: a table of levels that fills as they are learned, or a line per validation."""
+"""Progress of a run on pointer chasing: a live table of all levels in a terminal, a line per validation elsewhere."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 ROWS = 16
-"""Validations that a live table shows."""
+"""Number of validations that the live table shows."""
 
 
 class PointerDisplay:
-    """Accuracy of every level as it is learned."""
+    """Shows the accuracy of every level during training."""
 
     def __init__(self, console: "Console") -> None:
         from rich.live import Live
@@ -29,15 +29,15 @@ class PointerDisplay:
         self._line, self._loss = "", 0.0
 
     def start(self, config: RunConfig, step: int, note: str) -> None:
-        """Say what begins, and where."""
+        """Print what is trained and where."""
         assert isinstance(config.task, PointerTask)
         assert isinstance(config.model, ModelConfig)
         t, task = config.train, config.task
-        going_on = f", going on from step {step:,}" if step else ""
+        resuming = f", resuming from step {step:,}" if step else ""
         self.console.print(
             f"{t.out}: {note}; {task.hops} hops, {task.keys} keys, {task.values} values, answers {task.answers}, "
             f"window {config.model.window or 'none'}; up to {t.steps:,} steps of {t.sequences_per_step} sequences"
-            f"{going_on}.",
+            f"{resuming}.",
             soft_wrap=True,
         )
         self._levels, self._steps = task.levels, t.steps
@@ -50,7 +50,7 @@ class PointerDisplay:
             )
 
     def update(self, record: Record) -> None:
-        """A step moves the line under the table; a validation is a row."""
+        """Update the line under the table after a step; add a row after a validation."""
         if "accuracy" not in record:
             self._loss = record["loss"] if not self._loss else 0.95 * self._loss + 0.05 * record["loss"]
             self._line = (
@@ -73,7 +73,7 @@ class PointerDisplay:
         return Group(level_table("step", self._rows, self._levels), self._line)
 
     def stop(self) -> None:
-        """Leave the table as it stands."""
+        """Stop updating and leave the table on the screen."""
         if self._live is not None:
             self._line = ""
             self._live.update(self._table(), refresh=True)
@@ -81,7 +81,7 @@ class PointerDisplay:
 
 
 def level_table(first: str, rows: Iterable[tuple[str, list[float], str]], levels: int) -> Any:
-    """Rows of a name, the accuracy of each level and a remark; solved levels stand out."""
+    """Build a table with a name, the accuracy of each level and a remark per row; solved levels are highlighted."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""`crt reproduce`: run what is missing, show it as it goes, report what there is."""
+"""`crt reproduce`: run the experiments that are missing, show their progress, and report all results."""
 
 import argparse
 import os
@@ -19,41 +19,57 @@ if TYPE_CHECKING:
     from contextready.train.jobs import Job
 
 
+DESCRIPTION = """\
+Reproduce an experiment of the paper. The one available is pointer chasing, the task that
+measures how many lookups in a row a model can make. Each row of a table is a training run of its
+own, and several run at a time. Run the same command again to resume. At the end the command
+prints the tables of all runs in the folder. It writes them to report.md and report.json, with
+plots as PNG and SVG."""
+EXAMPLES = """\
+crt reproduce pointer --part headline
+crt reproduce pointer --seeds 0,1,2                # the table in miniature, with three seeds
+crt reproduce pointer --scale paper --part table   # the sizes of the paper, for GPUs
+crt reproduce pointer --report                     # report the runs so far, train nothing"""
+NOTES = """\
+parts:
+  headline                one context-ready layer against a two-layer transformer, with masked
+                          answers; minutes on two cores
+  table                   one context-ready layer and transformers of several depths, in both
+                          variants of the task: with masked and with visible answers
+  growth                  one context-ready layer with more hops (lookups in a row)
+  parallel                one context-ready layer trained by K parallel passes instead of
+                          backpropagation through time (BPTT)
+  all                     everything above
+
+crt pointer --help explains hops, levels, the window and masked answers."""
+
+
 def add(verbs: Verbs) -> None:
-    """Describe `crt reproduce`."""
+    """Add `crt reproduce`."""
     from contextready.pointer.trials import PARTS, SCALES
 
     reproduce = verb(
         verbs,
         "reproduce",
-        "the paper's experiments, with one command each",
-        "Run an experiment of the paper, all its rows and both readings of the task, several at a\n"
-        "time; the same command goes on where it stopped. Prints the tables of all that the folder\n"
-        "holds, and writes them as report.md and report.json, with pictures as PNG and SVG.\n\n"
-        "  headline   one context-ready layer against a transformer of two: minutes on two cores\n"
-        "  table      transformers of every depth and one context-ready layer, in both readings\n"
-        "  growth     one context-ready layer with more hops\n"
-        "  parallel   one context-ready layer trained by parallel passes\n"
-        "  all        all of them",
-        "examples:\n"
-        "  crt reproduce pointer --part headline\n"
-        "  crt reproduce pointer --scale cpu --seeds 0,1,2\n"
-        "  crt reproduce pointer --scale paper --part table",
+        "run an experiment of the paper and report its tables and plots",
+        DESCRIPTION,
+        EXAMPLES,
+        NOTES,
     )
-    reproduce.add_argument("experiment", choices=["pointer"], help="which one")
+    reproduce.add_argument("experiment", choices=["pointer"], help="the experiment")
     reproduce.add_argument(
-        "settings", nargs="*", metavar="key=value", help="settings that change every run, for example steps=500"
+        "settings", nargs="*", metavar="key=value", help="settings for every run, for example steps=500"
     )
     reproduce.add_argument(
-        "--scale", choices=list(SCALES), default="cpu", help="miniature or as in the paper (default: cpu)"
+        "--scale", choices=list(SCALES), default="cpu", help="cpu: a miniature; paper: the sizes of the paper"
     )
-    reproduce.add_argument("--part", choices=[*PARTS, "all"], help="which rows to run (default: table)")
-    reproduce.add_argument("--seeds", help="with which seeds, as 0,1,2 (default: 0)")
-    reproduce.add_argument("--out", type=Path, help="folder of all runs (default: runs/pointer-SCALE)")
+    reproduce.add_argument("--part", choices=[*PARTS, "all"], help="the rows to run (default: table)")
+    reproduce.add_argument("--seeds", help="random seeds to run each row with, such as 0,1,2 (default: 0)")
+    reproduce.add_argument("--out", type=Path, help="folder for all runs (default: runs/pointer-SCALE)")
     reproduce.add_argument(
-        "--jobs", type=int, help="runs at a time (default: one for each core, or one where there is a GPU)"
+        "--jobs", type=int, help="number of runs at a time (default: one per core, or one if there is a GPU)"
     )
-    reproduce.add_argument("--report", action="store_true", help="only report what the folder holds; train nothing")
+    reproduce.add_argument("--report", action="store_true", help="report all runs in the folder and train nothing")
     reproduce.set_defaults(run=_run, more_words="settings")
 
 
@@ -65,15 +81,15 @@ def _run(options: argparse.Namespace) -> int:
         for name in ("part", "seeds", "jobs", "settings"):
             if getattr(options, name) not in (None, []):
                 given = " ".join(options.settings) if name == "settings" else f"--{name}"
-                raise ContextReadyError(f"--report tells of all runs in {out} as they were made; leave {given} out.")
+                raise ContextReadyError(f"--report covers all runs in {out} as they are; leave {given} out.")
         report(options.scale, out)
         return 0
     if options.jobs is not None and options.jobs < 1:
-        raise ContextReadyError(f"--jobs {options.jobs} is too few; give at least 1.")
+        raise ContextReadyError(f"--jobs must be at least 1, but got {options.jobs}.")
     text = "0" if options.seeds is None else options.seeds
     seeds = parse_numbers("--seeds", text, "0,1,2")
     if len(set(seeds)) < len(seeds) or min(seeds) < 0:
-        raise ContextReadyError(f"--seeds {text}: give each seed once, 0 or above.")
+        raise ContextReadyError(f"--seeds must be different numbers that are at least 0, but got {text}.")
     parts = PARTS if options.part == "all" else [options.part or "table"]
     return run_reproduce(options.scale, parts, seeds, out, options.settings, at_once=options.jobs)
 
@@ -87,7 +103,7 @@ def run_reproduce(
     *,
     at_once: int | None,
 ) -> int:
-    """Make the runs of these parts that are not finished, then report all that the folder holds."""
+    """Train the runs of these parts that are not finished, then report all runs in the folder."""
     import torch
 
     from contextready.pointer.results import jobs_of, results_of
@@ -97,9 +113,9 @@ def run_reproduce(
     console = make_console()
     trials = trials_of(scale, parts)
     at_once = at_once or (1 if torch.accelerator.is_available() else os.cpu_count() or 1)
-    with locked(out / ".lock", f"making the runs in {out}"):
+    with locked(out / ".lock", f"training the runs in {out}"):
         jobs = jobs_of(trials, seeds, out, changes)
-        console.print(f"{out}: {len(jobs)} of {len(trials) * len(seeds)} runs to make, {at_once} at a time.")
+        console.print(f"{out}: {len(jobs)} of {len(trials) * len(seeds)} runs are still to train, {at_once} at a time.")
         with Overview(console, len(jobs)) as overview:
             stopped = run_jobs(jobs, at_once, overview.show, overview.ended)
     if stopped is None:
@@ -107,31 +123,31 @@ def run_reproduce(
         return 0
     if results_of(trials_of(scale, PARTS), out):
         report(scale, out)
-    console.print("Stopped; the same command goes on from here.")
+    console.print("Stopped. Run the same command again to resume.")
     return 128 + stopped
 
 
 def report(scale: str, out: Path) -> None:
-    """Print and write tables and pictures of all runs in a folder, whichever parts and seeds they are of."""
+    """Print and write the tables and plots of all runs in a folder, of all parts and seeds."""
     from contextready.pointer.report import as_markdown, draw_report, write_report
     from contextready.pointer.results import results_of
     from contextready.pointer.trials import PARTS, trials_of
 
     console, results = make_console(), results_of(trials_of(scale, PARTS), out)
     if not results:
-        raise ContextReadyError(f"There is no run of these in {out} yet.")
+        raise ContextReadyError(f"There is no run of this experiment in {out} yet; leave out --report to train.")
     markdown = as_markdown(results, out)
     console.print(f"\n{markdown}\n")
     write_report(markdown, results, out)
     try:
-        pictures = draw_report(results, out)
-        console.print(f"The report: {out / 'report.md'}. Pictures: {', '.join(path.name for path in pictures)}")
+        plots = draw_report(results, out)
+        console.print(f"The report is {out / 'report.md'}. The plots beside it: {', '.join(p.name for p in plots)}")
     except ContextReadyError as error:
-        console.print(f"The report: {out / 'report.md'}. No pictures: {error}")
+        console.print(f"The report is {out / 'report.md'}. Its plots were not drawn. {error}")
 
 
 class Overview:
-    """What runs now and how far it is: a live table in a terminal, a line for each ended run elsewhere."""
+    """Shows the running jobs and their progress: a live table in a terminal, a line per finished run elsewhere."""
 
     def __init__(self, console: "Console", total: int) -> None:
         from rich.live import Live
@@ -149,7 +165,7 @@ class Overview:
             self._live.stop()
 
     def show(self, running: "Sequence[Job]", done: int) -> None:
-        """Refresh the table."""
+        """Refresh the live table."""
         if self._live is not None:
             self._live.update(self._table(running, done), refresh=True)
 
@@ -169,7 +185,7 @@ class Overview:
         return Group(level_table("run", rows, levels), f"{done} of {self.total} runs done, {minutes:.0f} min")
 
     def ended(self, job: "Job") -> None:
-        """Say what a run came to."""
+        """Print the outcome of a run that has ended."""
         from contextready.pointer.outcome import outcome
 
         newest = outcome(job.out)

@@ -1,4 +1,4 @@
-"""Pointer chasing, the paper's task on which depth can be counted: the task, its scores, tables and pictures.
+"""Pointer chasing, the paper's task that measures effective depth: the task, its scores, tables and plots.
 
-May import everything below: train, infer, evaluate, runs and what is under them; it registers itself as a task of runs.
+May import train, infer, evaluate, runs and the packages below them. It is registered as a task that runs can learn.
 """

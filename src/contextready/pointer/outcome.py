@@ -1,4 +1,4 @@
-"""Runs on pointer chasing: which one is asked for, and where one on disk stands."""
+"""Runs on pointer chasing: resolve the settings of one, and read the progress of one on disk."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,19 +15,19 @@ RECIPE = "pointer-mini"
 
 
 class Outcome(NamedTuple):
-    """Where a run on pointer chasing stands."""
+    """The progress of a run on pointer chasing."""
 
     step: int
     seconds: float
-    """Spent on updates."""
+    """Time spent on updates."""
     accuracy: list[float]
     levels_solved: int
     solved: bool
-    """Whether all levels are."""
+    """Whether all levels are solved."""
 
 
 def outcome(run: Path) -> Outcome | None:
-    """The newest validation of a run; none if it has none yet."""
+    """Read the newest validation of a run, or None if there is none yet."""
     if not (run / FILE).is_file():
         return None
     records = level_records(run)
@@ -35,12 +35,12 @@ def outcome(run: Path) -> Outcome | None:
 
 
 def resolve_pointer(words: Sequence[str]) -> RunConfig:
-    """`[RECIPE] [key=value …]` as a run on pointer chasing."""
+    """Turn `[RECIPE] [key=value …]` into the settings of a run on pointer chasing."""
     named = bool(words) and "=" not in words[0]
     recipe, changes = (words[0], words[1:]) if named else (RECIPE, words)
     given = parse_assignments(changes).get("task")
     if given == "text":
-        raise ContextReadyError("task=text is not pointer chasing; leave task out, or learn text with crt train.")
+        raise ContextReadyError("crt pointer cannot train with task=text; remove it, or train on text with crt train.")
     if given is None and load_recipe(recipe).get("task") != "pointer":
-        raise ContextReadyError(f"{recipe} learns text, not pointer chasing; train it with crt train {recipe}.")
+        raise ContextReadyError(f"The recipe {recipe} is for text, not pointer chasing; use: crt train {recipe}")
     return resolve(recipe, changes)

@@ -1,4 +1,4 @@
-"""The pictures of pointer chasing: the wave of levels being learned, and the staircase of levels against depth."""
+"""Plots of pointer chasing: accuracy of each level over training (wave), levels solved by depth (staircase)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,11 +12,11 @@ from contextready.runs.metrics import FILE, Record, read_metrics
 
 FORMATS = (".png", ".svg")
 OF_LEVELS = ("seconds", "accuracy", "levels_solved", "solved")
-"""What a validation on pointer chasing says, besides its step."""
+"""The keys of a validation record on pointer chasing, besides its step."""
 
 
 class Wave(NamedTuple):
-    """Accuracy of every level over a run."""
+    """Accuracy of every level over the steps of a run."""
 
     name: str
     steps_S: np.ndarray
@@ -24,38 +24,38 @@ class Wave(NamedTuple):
 
 
 class Staircase(NamedTuple):
-    """Levels solved against layers, in one reading of the task: the values of all seeds at each depth."""
+    """Levels solved by number of layers, for one variant of the task; each depth has the values of all its seeds."""
 
     title: str
     transformers: Mapping[int, Sequence[int]]
     ready: Mapping[int, Sequence[int]]
     allowed: Mapping[int, int]
-    """How many levels the receptive field lets a transformer of each depth solve; empty where that says nothing."""
+    """How many levels a transformer of each depth can solve with its receptive field; empty if there is no limit."""
 
 
 def level_records(run: Path) -> list[Record]:
-    """The validations of a run on pointer chasing; none if it has none yet, or learned text."""
+    """Read the validations of a run on pointer chasing; empty if there are none yet or the run learned text."""
     records = [record for record in read_metrics(run) if "accuracy" in record]
     for record in records:
         for key in OF_LEVELS:
             if key not in record:
                 raise ContextReadyError(
-                    f"{run / FILE}: the validation at step {record['step']} lacks {key}; the file is damaged."
+                    f"{run / FILE} is damaged: the validation at step {record['step']} has no '{key}'."
                 )
     return records
 
 
 def read_wave(run: Path, name: str | None = None) -> Wave:
-    """What a run's metrics say of its levels."""
+    """Read the accuracy of every level from a run's metrics."""
     records = level_records(run)
     if not records:
-        raise ContextReadyError(f"The run {run} has no accuracy of levels: it has learned no pointer chasing yet.")
+        raise ContextReadyError(f"The run {run} has no validation on pointer chasing yet.")
     steps_S = np.array([record["step"] for record in records])
     return Wave(name or run.name, steps_S, np.array([record["accuracy"] for record in records]))
 
 
 def draw_waves(waves: Sequence[Wave], out: Path, chance: float) -> list[Path]:
-    """Levels against steps as heat maps on one scale of steps, one below the other; writes a PNG and an SVG."""
+    """Draw one heat map of levels over steps per wave, stacked on a shared axis, and save it as PNG and SVG."""
     levels = max(wave.accuracy_SL.shape[1] for wave in waves)
     height = 0.9 + len(waves) * (0.55 + 0.16 * levels)
     figure, grid = pyplot().subplots(
@@ -63,7 +63,7 @@ def draw_waves(waves: Sequence[Wave], out: Path, chance: float) -> list[Path]:
     )
     image = None
     for axes, wave in zip(grid[:, 0], waves, strict=True):
-        # A cell ends where the next validation was; the first, at step 0, has no width to its left.
+        # Cells meet halfway between two validations. The first validation, at step 0, has nothing to its left.
         edges_S = np.concatenate((wave.steps_S[:1], (wave.steps_S[1:] + wave.steps_S[:-1]) / 2, wave.steps_S[-1:]))
         rows_L = np.arange(wave.accuracy_SL.shape[1] + 1) - 0.5
         image = axes.pcolormesh(edges_S, rows_L, wave.accuracy_SL.T, vmin=chance, vmax=1.0, cmap="viridis")
@@ -72,18 +72,18 @@ def draw_waves(waves: Sequence[Wave], out: Path, chance: float) -> list[Path]:
         axes.set_title(wave.name, fontsize=9, loc="left")
     grid[-1, 0].set_xlabel("steps")
     figure.colorbar(image, ax=list(grid[:, 0]), label="accuracy", fraction=0.05)
-    return _saved(figure, out)
+    return _save(figure, out)
 
 
 def draw_staircases(stairs: Sequence[Staircase], levels: int, out: Path) -> list[Path]:
-    """Side by side: every seed as a dot, a line through the medians, and what the window allows; PNG and SVG."""
+    """Draw staircases side by side (seeds as dots, a line through the medians, the limit) and save PNG and SVG."""
     figure, grid = pyplot().subplots(
         1, len(stairs), figsize=(1 + 4.2 * len(stairs), 3.9), squeeze=False, sharey=True, layout="constrained"
     )
     for axes, stair in zip(grid[0], stairs, strict=True):
         if stair.allowed:
             depths, allowed = list(stair.allowed), list(stair.allowed.values())
-            axes.step(depths, allowed, where="mid", color="0.6", linestyle="--", label="the receptive field allows")
+            axes.step(depths, allowed, where="mid", color="0.6", linestyle="--", label="limit of the receptive field")
         for by_depth, colour, style, name in (
             (stair.transformers, "C0", {"linewidth": 1.6}, "transformer"),
             (stair.ready, "C3", {"marker": "*", "markersize": 15, "linestyle": "none"}, "context-ready, BPTT"),
@@ -93,7 +93,7 @@ def draw_staircases(stairs: Sequence[Staircase], levels: int, out: Path) -> list
                     list(by_depth), [float(np.median(by_depth[d])) for d in by_depth], color=colour, label=name, **style
                 )
             for depth, solved in by_depth.items():
-                # Equal results of several seeds would hide one another.
+                # Seeds with equal results would hide one another.
                 beside = 0.07 * (np.arange(len(solved)) - (len(solved) - 1) / 2)
                 axes.plot(depth + beside, solved, ".", color=colour, markersize=6, alpha=0.7)
         axes.axhline(levels, color="0.85", linewidth=0.8, zorder=0)
@@ -104,10 +104,10 @@ def draw_staircases(stairs: Sequence[Staircase], levels: int, out: Path) -> list
         axes.set_title(stair.title, fontsize=10)
     grid[0, 0].set_ylabel(f"levels solved, of {levels}")
     grid[0, 0].legend(frameon=False, fontsize=8, loc="lower right")
-    return _saved(figure, out)
+    return _save(figure, out)
 
 
-def _saved(figure: Any, out: Path) -> list[Path]:
-    written = [out.with_suffix(ending) for ending in FORMATS]
+def _save(figure: Any, out: Path) -> list[Path]:
+    written = [out.with_suffix(extension) for extension in FORMATS]
     save_figure(figure, *written)
     return written

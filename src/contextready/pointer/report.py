@@ -1,4 +1,4 @@
-"""The tables and pictures of pointer chasing, from the runs as they stand."""
+"""The report on pointer chasing: tables and plots of all runs in a folder, finished or not."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,19 +13,30 @@ from contextready.pointer.plots import Staircase, draw_staircases, draw_waves, r
 from contextready.pointer.results import Result
 from contextready.pointer.score import best_accuracy, levels_solved, score_levels, score_passes
 from contextready.pointer.task import PointerTask
-from contextready.pointer.trials import PASSES, READINGS
+from contextready.pointer.trials import PASSES, VARIANTS
 from contextready.runs.checkpoint import newest_checkpoint, open_checkpoint
 
 COMPARED_ON = 500
-"""Fresh sequences on which numbers of passes are compared."""
+"""Fresh sequences used to compare numbers of passes."""
+LEGEND = f"""\
+Rows with several seeds list them in ascending order. An asterisk marks runs that are not finished.
+
+- levels solved: levels with at least 0.99 of the answers right on 2,000 fresh sequences
+- steps: the step at which all levels were solved, or else the last step of the run
+- seconds: the time spent on updates
+- accuracy by level: the accuracy of the median seed
+- the window allows: the best accuracy that a transformer of this depth can reach with its receptive field
+- in K passes: the accuracy of the median seed in the largest K that it was trained with instead of streaming, on \
+{COMPARED_ON} fresh sequences
+- K passes allow: the best accuracy that this many passes can reach"""
 Accuracies = dict[int | None, list[float]]
-"""By level, for numbers of passes; None is streamed."""
+"""Accuracy by level for each number of passes; the key None means streamed."""
 
 
 def as_markdown(results: Sequence[Result], out: Path) -> str:
-    """Every table for which there are runs."""
+    """Format all tables for which there are runs, with an explanation of their columns."""
     parts = []
-    for answers in READINGS:
+    for answers in VARIANTS:
         mine = [r for r in results if r.trial.belongs_to("table") and r.trial.answers == answers]
         if mine:
             allowed = {"the window allows": [window_allows(result) for result in mine]}
@@ -34,19 +45,11 @@ def as_markdown(results: Sequence[Result], out: Path) -> str:
         parts.append(f"More hops:\n\n{_table([r for r in results if r.trial.belongs_to('growth')])}")
     if any(r.trial.part == "parallel" for r in results):
         parts += _parallel([r for r in results if r.trial.belongs_to("parallel")], out)
-    words = (
-        "Where there are several seeds, they are in rising order. Levels solved: at least 0.99 right on 2,000 fresh "
-        "sequences. Steps: at which all were solved, or all that were made; seconds are those of the updates. "
-        "Accuracy: the median seed's, by level. The window allows: the best that a transformer of this depth can do by "
-        "its receptive field. In K passes: the same seed's accuracy not streamed, but in the largest K it was trained "
-        f"with, on {COMPARED_ON} fresh sequences, and the best that so many passes can see. An asterisk marks runs "
-        "that are not finished."
-    )
-    return "\n\n".join([*parts, words])
+    return "\n\n".join([*parts, LEGEND])
 
 
 def _parallel(results: Sequence[Result], out: Path) -> list[str]:
-    """What parallel training comes to, and how its models fare in other numbers of passes than their own."""
+    """Format the tables of parallel training: its results, and the same models read in other numbers of passes."""
     accuracies = [_accuracies(result, out) for result in results]
     own = []
     for result, seeds in zip(results, accuracies, strict=True):
@@ -56,13 +59,13 @@ def _parallel(results: Sequence[Result], out: Path) -> list[str]:
     tables = [f"Parallel training:\n\n{_table(results, columns)}"]
     scored = [(result.trial.name, seeds) for result, seeds in zip(results, accuracies, strict=True) if seeds]
     if scored:
-        title = "The same models, read in so many passes; answers right, mean of all levels, for each seed"
+        title = "The same models read in K passes; fraction of right answers, averaged over all levels, for each seed"
         tables.append(f"{title}:\n\n{_by_passes(scored)}")
     return tables
 
 
 def _table(results: Sequence[Result], columns: Mapping[str, Sequence[list[float] | None]] | None = None) -> str:
-    """A line for each row; `columns` are further accuracies by level, left out where there are none at all."""
+    """Format one line per row; `columns` are more accuracies by level, and columns without any are left out."""
     head = ["model", "levels solved", "steps", "seconds", "accuracy by level"]
     shown = {title: column for title, column in (columns or {}).items() if any(column)}
     lines = []
@@ -81,7 +84,7 @@ def _written(accuracy: Sequence[float]) -> str:
 
 
 def _by_passes(models: Sequence[tuple[str, dict[int, Accuracies]]]) -> str:
-    """Mean accuracy in fewer and in more passes than a model was trained with, and streamed, where passes lead to."""
+    """Format the mean accuracy of each model after every number of passes in PASSES, and when it is streamed."""
     head = ["model", *(f"K={k}" for k in PASSES), "streamed"]
     lines = []
     for name, seeds in models:
@@ -91,14 +94,14 @@ def _by_passes(models: Sequence[tuple[str, dict[int, Accuracies]]]) -> str:
 
 
 def _accuracies(result: Result, out: Path) -> dict[int, Accuracies]:
-    """Of every seed's newest checkpoint, where there is one."""
+    """Score the newest checkpoint of every seed that has one."""
     accuracies = {}
     for seed in result.outcomes:
         if newest_checkpoint(result.trial.folder(seed, out)) is None:
             continue
         checkpoint = open_checkpoint(result.trial.folder(seed, out))
         task, model = task_of(result), checkpoint.model()
-        # Not a batch that a validation of the run has seen: those have twice a step's number, or one more.
+        # Validations of the run draw their batches with twice the step, or one more; this batch is a new one.
         batch = task.batch("test", seed, 2 * checkpoint.progress.step + 2, COMPARED_ON)
         mine: Accuracies = {None: score_levels(model, task, batch).accuracy}
         for k, score in score_passes(model, task, batch, [*PASSES, _passes(result) or 1]).items():
@@ -108,7 +111,7 @@ def _accuracies(result: Result, out: Path) -> dict[int, Accuracies]:
 
 
 def _median_seed(result: Result) -> int:
-    """The lower one, where their number is even."""
+    """The median seed; the lower one if their number is even."""
     outcomes = result.outcomes
     seeds = sorted(outcomes, key=lambda s: (outcomes[s].levels_solved, sum(outcomes[s].accuracy)))
     return seeds[(len(seeds) - 1) // 2]
@@ -126,15 +129,15 @@ def _line(result: Result) -> list[str]:
 
 
 def task_of(result: Result) -> PointerTask:
-    """The task of a row."""
+    """The task that a row was trained on."""
     assert isinstance(result.config.task, PointerTask)
     return result.config.task
 
 
 def window_allows(result: Result) -> list[float] | None:
-    """The best accuracy by level that a transformer's receptive field allows; none where the bound says nothing.
+    """The best accuracy by level that a transformer's receptive field allows, or None if there is no such bound.
 
-    It says nothing of a recurrence, nor where the answers to the level before stand in the input.
+    The bound does not hold for a recurrent model, nor when the input shows the answers of the previous level.
     """
     model = result.config.model
     assert isinstance(model, ModelConfig)
@@ -144,7 +147,7 @@ def window_allows(result: Result) -> list[float] | None:
 
 
 def passes_allow(result: Result) -> list[float] | None:
-    """The best accuracy by level in K parallel passes of a context-ready model."""
+    """The best accuracy by level that K parallel passes of a context-ready model allow."""
     model, passes = result.config.model, _passes(result)
     assert isinstance(model, ModelConfig)
     if passes is None or model.window is None:
@@ -153,19 +156,19 @@ def passes_allow(result: Result) -> list[float] | None:
 
 
 def _passes(result: Result) -> int | None:
-    """K, where a row is about parallel passes."""
+    """The K of a row that was trained by parallel passes, else None."""
     return result.config.train.passes if result.trial.part == "parallel" else None
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns are also aligned as plain text."""
+    """Format a Markdown table whose columns are also aligned as plain text."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     rows = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines]
     return "\n".join([rows[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *rows[1:]])
 
 
 def as_record(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """The same as plain values."""
+    """The results as plain values for JSON."""
     return [
         {
             "name": result.trial.name,
@@ -179,16 +182,16 @@ def as_record(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 def write_report(markdown: str, results: Sequence[Result], out: Path) -> None:
-    """report.md and report.json."""
+    """Write report.md and report.json."""
     (out / "report.md").write_text(markdown + "\n")
     write_json(out / "report.json", as_record(results))
 
 
 def draw_report(results: Sequence[Result], out: Path) -> list[Path]:
-    """The staircases of the tables, of finished runs, and the waves of each row's first seed: PNG and SVG each."""
+    """Draw the staircases of finished runs and the waves of each row's first seed, as PNG and SVG."""
     written: list[Path] = []
     table = [r for r in results if r.trial.part == "table"]
-    stairs = [stair for answers in READINGS if (stair := _staircase(table, answers)) is not None]
+    stairs = [stair for answers in VARIANTS if (stair := _staircase(table, answers)) is not None]
     if stairs:
         written += draw_staircases(stairs, max(task_of(r).levels for r in table), out / "staircase")
     for name, those in (
@@ -198,7 +201,7 @@ def draw_report(results: Sequence[Result], out: Path) -> list[Path]:
     ):
         shown = [(r, min(r.outcomes)) for r in sorted(those, key=lambda r: (not r.trial.ready, r.trial.layers))]
         waves = [
-            read_wave(r.trial.folder(seed, out), f"{r.trial.name}, seed {seed}: {_told(r.outcomes[seed])}")
+            read_wave(r.trial.folder(seed, out), f"{r.trial.name}, seed {seed}: {_summary(r.outcomes[seed])}")
             for r, seed in shown
             if r.outcomes[seed].step > 0
         ]
@@ -207,7 +210,7 @@ def draw_report(results: Sequence[Result], out: Path) -> list[Path]:
     return written
 
 
-def _told(outcome: Outcome) -> str:
+def _summary(outcome: Outcome) -> str:
     if outcome.solved:
         return f"all levels solved at step {outcome.step:,}"
     return f"{outcome.levels_solved} of {len(outcome.accuracy)} levels solved after {outcome.step:,} steps"

@@ -1,4 +1,4 @@
-"""The runs of the pointer-chasing tables: which are still to make, and what the others came to."""
+"""The runs behind the pointer-chasing tables: which ones are still missing, and the results of the others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,34 +13,36 @@ from contextready.settings import parse_assignments
 from contextready.train.jobs import Job
 
 OF_TRIALS = {"out", "seed", "answers", "task", "layers", "correction", "gradient", "passes", "min_passes"}
-"""What trials differ in by their names."""
+"""Settings that define a trial and that its name states."""
 MAY_CHANGE = {"steps", "batch_size", "eval_every"}
-"""What some trials set and others do not, and no name tells."""
+"""Settings that only some trials have and that no name states, so the user may change them for all."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A trial with what each seed came to."""
+    """A trial with the outcome of each seed."""
 
     trial: Trial
     config: RunConfig
-    """Of the first seed, as its run says itself."""
+    """The settings of the first seed's run, as saved in its folder."""
     outcomes: dict[int, Outcome]
     unfinished: frozenset[int]
-    """Seeds that have neither solved everything nor used their steps."""
+    """Seeds whose runs have neither solved all levels nor made all their steps."""
 
 
 def jobs_of(trials: Sequence[Trial], seeds: Sequence[int], out: Path, changes: Sequence[str]) -> list[Job]:
-    """The runs that are not finished yet: the first seed of every trial, then the next.
+    """List the runs that are not finished yet: the first seed of every trial, then the next seed.
 
-    Runs that are there must have been made with the same settings, also those of other seeds: they share a table.
+    Runs that already exist must have the same settings, even those of other seeds, because they share a table.
     """
     changed = set(with_new_names(parse_assignments(changes)))
     own = {word.partition("=")[0] for trial in trials for word in trial.settings}
     if any(trial.part == "growth" for trial in trials):
         own |= {"hops", "values", "width"}
     for key in sorted(changed & (OF_TRIALS | own - MAY_CHANGE)):
-        raise ContextReadyError(f"{key} is what the rows differ in; leave {key} out (or run one row with crt pointer).")
+        raise ContextReadyError(
+            f"{key} cannot be set here, because the rows differ in it; train one row with crt pointer."
+        )
     for trial in trials:
         for seed in trial.seeds(out):
             folder = trial.folder(seed, out)
@@ -58,27 +60,27 @@ def jobs_of(trials: Sequence[Trial], seeds: Sequence[int], out: Path, changes: S
 
 
 def with_changes(words: Sequence[str], changes: Sequence[str]) -> tuple[str, ...]:
-    """Words with the user's settings in the place of a trial's own of the same key."""
+    """Replace a trial's settings by the user's settings of the same key."""
     changed = set(parse_assignments(changes))
     return (*(word for word in words if word.partition("=")[0] not in changed), *changes)
 
 
 def is_finished(newest: Outcome | None, steps: int) -> bool:
-    """Whether a run has solved everything or used its steps."""
+    """Whether a run has solved all levels or made all its steps."""
     return newest is not None and (newest.solved or newest.step >= steps)
 
 
 def settings_of(run: Path) -> RunConfig:
-    """The settings that a run was made with, as its folder says."""
+    """Read the settings of a run from its folder."""
     saved = read_json(run / "config.json")
     try:
         return RunConfig.from_dict(saved)
     except (KeyError, TypeError, AttributeError):
-        raise ContextReadyError(f"{run / 'config.json'} does not hold the settings of a run: it is damaged.") from None
+        raise ContextReadyError(f"{run / 'config.json'} is damaged: it does not hold a run's settings.") from None
 
 
 def results_of(trials: Sequence[Trial], out: Path) -> list[Result]:
-    """What the runs in a folder came to, as far as they have; trials without any are left out."""
+    """Collect the results of the runs in a folder, finished or not; trials without runs are left out."""
     results = []
     for trial in trials:
         folders = {seed: trial.folder(seed, out) for seed in trial.seeds(out)}

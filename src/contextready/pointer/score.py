@@ -1,4 +1,4 @@
-"""Pointer chasing, scored: how many answers of each level are right, read as the model would stream."""
+"""Scores on pointer chasing: the fraction of right answers at each level, streamed or after K parallel passes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from contextready.model.context_ready import ContextReady
 from contextready.pointer.task import PointerBatch, PointerTask
 
 SOLVED = 0.99
-"""A level is solved when at least this part of its answers is right."""
+"""A level is solved when at least this fraction of its answers is right."""
 ROWS = 500
-"""Sequences that are read side by side."""
+"""Sequences per batch."""
 
 
 def levels_solved(accuracy: Sequence[float]) -> int:
-    """How many levels are solved at these accuracies."""
+    """Count the levels that are solved, given the accuracy of each."""
     return sum(part >= SOLVED for part in accuracy)
 
 
 @dataclass(frozen=True)
 class LevelScore:
-    """Answers of every level: how many were asked for, how many were right, and their negative log-likelihood."""
+    """For every level: the number of queries, the number of right answers, and their negative log-likelihood."""
 
     asked_L: np.ndarray
     right_L: np.ndarray
@@ -33,12 +33,12 @@ class LevelScore:
 
     @property
     def accuracy(self) -> list[float]:
-        """Of each level."""
+        """The fraction of right answers at each level."""
         return [float(part) for part in self.right_L / self.asked_L]
 
     @property
     def solved(self) -> int:
-        """How many levels are solved."""
+        """The number of levels solved."""
         return levels_solved(self.accuracy)
 
     @property
@@ -48,12 +48,12 @@ class LevelScore:
 
     @classmethod
     def joined(cls, parts: "Sequence[LevelScore]") -> "LevelScore":
-        """All that several scored."""
+        """Add up the scores of several parts."""
         return cls(*(sum(getattr(part, name) for part in parts) for name in ("asked_L", "right_L", "nll_L")))
 
 
 def score_levels(model: ContextReady, task: PointerTask, batch: PointerBatch) -> LevelScore:
-    """Score sequences as the model streams them."""
+    """Score sequences that the model reads token by token."""
 
     def read(e_BTC: Tensor) -> Iterator[Tensor]:
         yield model.read(e_BTC, model.init_state(len(e_BTC)))[0]
@@ -65,7 +65,7 @@ def score_levels(model: ContextReady, task: PointerTask, batch: PointerBatch) ->
 def score_passes(
     model: ContextReady, task: PointerTask, batch: PointerBatch, passes: Sequence[int]
 ) -> dict[int, LevelScore]:
-    """Score sequences after each of these numbers of parallel passes, in one unroll."""
+    """Score sequences after each of the given numbers of parallel passes, all in one unroll."""
     wanted = sorted(set(passes))
 
     def read(e_BTC: Tensor) -> Iterator[Tensor]:
@@ -83,7 +83,7 @@ def _scores(
     batch: PointerBatch,
     read: Callable[[Tensor], Iterator[Tensor]],
 ) -> list[LevelScore]:
-    """Score every output that a way of reading gives."""
+    """Score every output that `read` yields."""
     backbone = model.backbone
     device = next(model.parameters()).device
     asks_T = batch.levels_T >= 0
@@ -104,14 +104,14 @@ def _scores(
 
 
 def best_accuracy(task: PointerTask, reached: int) -> list[float]:
-    """The most that any function can get right at each level if it sees no further than `reached` positions back.
+    """Compute the best possible accuracy at each level for a function that sees at most `reached` positions back.
 
-    For masked answers. A query of the base table asks for its own entry; the chain of a later one ends at each entry
-    equally often. Where that entry's value is out of sight, nothing is left but to guess one of V values, since they
-    are drawn independently of each other.
+    This holds for masked answers only. A query at level 0 asks for its own entry of the base table. The chain of a
+    later query ends at every entry equally often. If that entry's value is out of sight, the function can only guess
+    one of the V values, because they are drawn independently.
     """
     if task.answers != "masked":
-        raise ValueError("With visible answers a query need not reach the base table.")
+        raise ValueError("best_accuracy needs masked answers: with visible ones a query need not reach the base table.")
     levels_T = task.batch("train", 0, 0, 1).levels_T.numpy()
     value_positions_M = 3 * np.arange(task.keys)
     best = []

@@ -1,4 +1,4 @@
-"""Pointer chasing as something to learn from: sequences drawn anew at every step, and a validation by levels."""
+"""Training data for pointer chasing: new sequences at every step, and a validation that scores each level."""
 
 import hashlib
 import json
@@ -15,11 +15,11 @@ from contextready.runs.config import RunConfig
 from contextready.runs.metrics import Record
 
 SOLVED_ON = 2000
-"""Fresh sequences on which a level counts as solved or not."""
+"""Fresh sequences that decide whether a level is solved."""
 
 
 class PointerSource:
-    """Pointer chasing, drawn anew at every step."""
+    """Draws new sequences at every step and scores the answers of each level."""
 
     folder: Path | None = None
     tokenizer_sha256: str | None = None
@@ -31,14 +31,14 @@ class PointerSource:
         self.identity = hashlib.sha256(about.encode()).hexdigest()
 
     def read(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Rows of a batch; a batch is drawn whole, so that it is the same for any number of processes."""
+        """Read rows of a batch. The whole batch is drawn, so it is the same for any number of processes."""
         t = self.train
         number, row = divmod(first, t.batch_size)
         batch = self.task.batch("train", t.seed, number, t.batch_size)
         return batch.inputs_BT[row : row + count], batch.targets_BT[row : row + count]
 
     def score(self, model: ContextReady, step: int, share: tuple[int, int], thorough: bool) -> LevelScore:
-        """The answers to fresh sequences: every validation has its own."""
+        """Score the model on fresh sequences; every validation draws its own."""
         t, (mine, all_of_them) = self.train, share
         sequences = SOLVED_ON
         if not thorough and t.eval_tokens is not None:
@@ -50,7 +50,7 @@ class PointerSource:
         )
 
     def summary(self, shares: Sequence[LevelScore]) -> Record:
-        """Loss, the accuracy of each level, and how many levels are solved."""
+        """Summarize the loss, the accuracy of each level, and the number of levels solved."""
         score = LevelScore.joined(shares)
         return {
             "val_loss": score.loss,

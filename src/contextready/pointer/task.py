@@ -1,95 +1,96 @@
-"""Pointer chasing: tables of pointers to pointers, and queries that must follow them down to a value.
+"""Pointer chasing: tables whose entries point to entries of earlier tables, and queries that follow the pointers.
 
-A base table maps M keys to values; each of H further tables maps M keys of its own to the keys of the table before.
-After every table come queries, `Q key answer`; the target stands at the key. Written "value = key", so that a key sees
-its value to the left:
+A base table maps M keys to values. Each of H more tables maps M new keys to the keys of the table before it.
+Every table is followed by queries, `Q key answer`, and the target is at the key's position. An entry is written
+"value = key", so that a key can attend to its value on the left:
 
     v3 = A v0 = B v8 = C | Q A v3 Q B v0 Q C v8 | A = D B = E C = F | Q D v3 …
 
-A sequence is a function of seed, split, step and row. No sequence is in both splits.
+A sequence depends only on the seed, the split, the step and the row. No sequence is in both splits.
+This module imports torch only when it creates a batch, so that the settings can be described without torch.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from contextready.errors import ContextReadyError, nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ANSWERS = ("masked", "visible")
 QUERIES = ("level", "all")
 SPLITS = ("train", "test")
 IGNORED = -100
-"""The target where nothing is asked."""
+"""The target at positions that are not queries."""
 HELD_OUT = 8
-"""One sequence in so many belongs to the test split."""
+"""One of this many sequences belongs to the test split."""
 LETTERS = "ABCDEFGHIJKLMNOPRSTUVWXYZ"
-"""Names of keys, where there are enough: Q is the query."""
+"""Names of keys, if there are enough letters. Q is missing because it marks a query."""
 MOST_ROUNDS = 32
-"""Rounds of draws after which a split that has had none is empty; with many sequences that never happens by chance."""
+"""A split that is still empty after this many rounds of draws has no sequences; chance alone never causes that."""
 
 
 class PointerBatch(NamedTuple):
-    """Sequences of the task."""
+    """A batch of sequences."""
 
-    inputs_BT: Tensor
-    targets_BT: Tensor
-    """The value at the key of every query, else IGNORED."""
-    levels_T: Tensor
-    """The level that is asked at each position, else -1."""
+    inputs_BT: "Tensor"
+    targets_BT: "Tensor"
+    """The answer at the key of every query, and IGNORED elsewhere."""
+    levels_T: "Tensor"
+    """The level of the query at each position, and -1 elsewhere."""
 
 
 @dataclass(frozen=True)
 class PointerTask:
-    """The task's size and reading."""
+    """The size and the variant of the task."""
 
     name: ClassVar[str] = "pointer"
     title: ClassVar[str] = "pointer chasing"
     command: ClassVar[str] = "crt pointer"
 
     hops: int = 10
-    """H, tables after the base table: levels 0 to H are asked."""
+    """Number of tables after the base table (H). Queries at level n follow n pointers; levels go from 0 to H."""
     keys: int = 5
-    """M, keys of a table."""
+    """Number of keys per table (M)."""
     values: int = 10
-    """V, values that the base table maps to."""
+    """Number of possible values in the base table (V)."""
     answers: str = "masked"
-    """masked: a placeholder stands where the answer would; visible: the answer, as in the paper's example."""
+    """masked: a placeholder stands in for each answer in the input. visible: it is shown, as in the paper's example."""
     queries: str = "level"
-    """level: after a table its own keys are asked, as in the paper's example; all: those of all levels so far."""
+    """level: after each table its own keys are queried, as in the paper's example. all: all keys so far are queried."""
 
     def __post_init__(self) -> None:
         for name in ("hops", "keys", "values"):
             if getattr(self, name) < 1:
-                raise ContextReadyError(f"{name}={getattr(self, name)} is too small; it must be at least 1.")
+                raise ContextReadyError(f"{name} must be at least 1, but got {getattr(self, name)}.")
         if self.keys * self.values == 1:
-            raise ContextReadyError("keys=1 and values=1 leave nothing to ask; give more of one.")
+            raise ContextReadyError("With keys=1 and values=1 there is nothing to ask; increase keys or values.")
         for name, valid in (("answers", ANSWERS), ("queries", QUERIES)):
             if getattr(self, name) not in valid:
-                raise ContextReadyError(
-                    f"{name}={getattr(self, name)} is unknown; {nearest(getattr(self, name), valid)}"
-                )
+                value = getattr(self, name)
+                raise ContextReadyError(f"{name}={value} is unknown; {nearest(value, valid)}")
 
     @property
     def window(self) -> int:
-        """The attention window at which a query sees its own level and nothing before the last: 38 in the paper."""
+        """The attention window with which a query sees its own level and at most the previous one; 38 in the paper."""
         return 6 * self.keys + 8
 
     @property
     def vocab_size(self) -> int:
-        """Values, keys of every level, and = | Q and the placeholder."""
+        """Number of distinct tokens: the values, the keys of every level, "=", "|", "Q" and the placeholder."""
         return self.values + (self.hops + 1) * self.keys + 4
 
     @property
     def levels(self) -> int:
-        """H + 1, the levels that are asked."""
+        """Number of levels, H + 1."""
         return self.hops + 1
 
     @property
     def length(self) -> int:
-        """T, tokens of a sequence: 338 in the paper's setting."""
+        """Tokens per sequence (T); 338 in the paper's setting."""
         H = self.hops
         sections = H if self.queries == "level" else H * (H + 3) // 2
         return (H + 1) * (3 * self.keys + 1) + 3 * self.keys * sections + H + 2
@@ -111,7 +112,7 @@ class PointerTask:
 
     @property
     def placeholder(self) -> int:
-        """What stands where an answer is masked."""
+        """The token that replaces a masked answer."""
         return self.vocab_size - 1
 
     def key(self, level: int, number: int) -> int:
@@ -119,15 +120,15 @@ class PointerTask:
         return self.values + level * self.keys + number
 
     def batch(self, split: str, seed: int, step: int, rows: int) -> PointerBatch:
-        """The sequences of one step: the same for the same arguments."""
+        """Draw the sequences of one step. The same arguments give the same sequences."""
         if split not in SPLITS:
-            raise ContextReadyError(f"There is no split '{split}'; choose train or test.")
+            raise ContextReadyError(f"Unknown split '{split}'; choose train or test.")
         rng = np.random.default_rng((seed, SPLITS.index(split), step))
         base_BM, pointers_BHM, last_B = self._draw(rng, rows, test=split == "test")
         return self.written(base_BM, pointers_BHM, last_B)
 
     def written(self, base_BM: np.ndarray, pointers_BHM: np.ndarray, last_B: np.ndarray) -> PointerBatch:
-        """Tables as sequences; `last_B` is the key of the last table that the final query asks for."""
+        """Turn tables into sequences. `last_B` is the key of the last table that the final query asks for."""
         H = self.hops
         answers = [base_BM]
         for hop in range(H):
@@ -148,7 +149,7 @@ class PointerTask:
         return writer.batch()
 
     def _draw(self, rng: np.random.Generator, rows: int, test: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tables of the wanted split: all are drawn alike, and a checksum of a table's content says whose it is."""
+        """Draw tables of one split. All tables are drawn alike, and a checksum of their content decides the split."""
         parts: list[tuple[np.ndarray, np.ndarray]] = []
         kept = 0
         while kept < rows:
@@ -161,24 +162,24 @@ class PointerTask:
             if not kept and len(parts) == MOST_ROUNDS:
                 raise ContextReadyError(
                     f"Pointer chasing with hops={self.hops}, keys={self.keys} and values={self.values} has too few "
-                    "sequences to keep some apart for the test; give more of them."
+                    "sequences to hold some out for testing; increase hops, keys or values."
                 )
         base_BM = np.concatenate([base for base, _ in parts])[:rows]
         pointers_BHM = np.concatenate([pointers for _, pointers in parts])[:rows]
         return base_BM, pointers_BHM, rng.integers(self.keys, size=rows)
 
     def _checksum(self, base: np.ndarray, pointers: np.ndarray) -> np.ndarray:
-        """A number that depends on every entry of the tables, the same in every run."""
+        """A checksum that depends on every entry of the tables and is the same in every run."""
         content = np.concatenate((base, pointers.reshape(len(pointers), -1)), axis=1).astype(np.uint64)
         total = np.zeros(len(content), np.uint64)
         for column in content.T:
-            # A step of a multiplicative hash; overflow is wanted.
+            # A step of a multiplicative hash, which relies on overflow.
             total = (total ^ (column + np.uint64(1))) * np.uint64(0x9E3779B97F4A7C15)
             total ^= total >> np.uint64(29)
         return total
 
     def spelled(self, token: int) -> str:
-        """A token as the paper writes it: v3, A, =, |, Q; the placeholder is an underscore."""
+        """Spell a token as in the paper: v3, A, =, | or Q. The placeholder is an underscore."""
         if token < self.values:
             return f"v{token}"
         if token >= self.equals:
@@ -189,7 +190,7 @@ class PointerTask:
         return f"k{name // self.keys}.{name % self.keys}"
 
     def shown(self, batch: PointerBatch, row: int = 0) -> str:
-        """A sequence as the paper prints it: a line of inputs and one of targets for every table and query section."""
+        """Format a sequence as in the paper: one line of inputs and one of targets per table and per query section."""
         tokens = batch.inputs_BT[row].tolist()
         inputs = [self.spelled(token) for token in tokens]
         targets = ["_" if target == IGNORED else self.spelled(int(target)) for target in batch.targets_BT[row]]
@@ -209,7 +210,7 @@ class PointerTask:
 
 
 class _Writer:
-    """Sequences in the making, column by column."""
+    """Writes sequences column by column."""
 
     def __init__(self, task: PointerTask, rows: int) -> None:
         self.task, self.rows = task, rows
@@ -218,13 +219,13 @@ class _Writer:
         self.levels: list[int] = []
 
     def add(self, token: int | np.ndarray, target: np.ndarray | int = IGNORED, level: int = -1) -> None:
-        """One more token in every row."""
+        """Append one token to every row."""
         self.columns.append(np.broadcast_to(np.asarray(token), (self.rows,)))
         self.targets.append(np.broadcast_to(np.asarray(target), (self.rows,)))
         self.levels.append(level)
 
     def table(self, level: int, pointed_BM: np.ndarray) -> None:
-        """What each key of a level points to, then the key."""
+        """Append a table: what each key of a level points to, then the key."""
         for number in range(self.task.keys):
             self.add(pointed_BM[:, number])
             self.add(self.task.equals)
@@ -232,14 +233,16 @@ class _Writer:
         self.add(self.task.bar)
 
     def queries(self, level: int, answers_BM: np.ndarray) -> None:
-        """A query for every key of a level."""
+        """Append a query for every key of a level."""
         for number in range(self.task.keys):
             self.add(self.task.query)
             self.add(self.task.key(level, number), target=answers_BM[:, number], level=level)
             self.add(answers_BM[:, number] if self.task.answers == "visible" else self.task.placeholder)
 
     def batch(self) -> PointerBatch:
-        """All of it as tensors."""
+        """The sequences as tensors."""
+        import torch
+
         inputs, targets = (
             torch.from_numpy(np.stack(part, axis=1).astype(np.int64)) for part in (self.columns, self.targets)
         )

@@ -1,4 +1,4 @@
-"""The trials behind the tables, at paper scale and in miniature: what each one says to `crt pointer`."""
+"""The trials behind the tables, at paper scale and in miniature: the settings that each passes to `crt pointer`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,17 +6,18 @@ from pathlib import Path
 
 from contextready.errors import ContextReadyError, nearest
 
-READINGS = ("masked", "visible")
+VARIANTS = ("masked", "visible")
+"""The variants of the task: answers in the input are masked or visible."""
 PASSES = (2, 5, 10, 20)
 PARTS = ("headline", "table", "growth", "parallel")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A line of the tables: a model and how it learns, to be run with several seeds."""
+    """A row of the tables: a model and its training settings, to be run with several seeds."""
 
     key: str
-    """Its folder's name."""
+    """The name of its folder, without the seed."""
     name: str
     part: str
     recipe: str
@@ -24,37 +25,37 @@ class Trial:
     answers: str = "masked"
     layers: int = 1
     ready: bool = True
-    """Whether it is context-ready."""
+    """Whether the model is context-ready."""
     compared_in: tuple[str, ...] = ()
-    """Other parts whose trials are compared with it."""
+    """Other parts whose tables also show this row."""
 
     def belongs_to(self, part: str) -> bool:
-        """Whether it stands in the table of a part."""
+        """Whether this row appears in the table of a part."""
         return part == self.part or part in self.compared_in
 
     def words(self, seed: int, out: Path) -> tuple[str, ...]:
-        """What to say to `crt pointer`."""
+        """The arguments for `crt pointer`."""
         return (self.recipe, *self.settings, f"answers={self.answers}", f"seed={seed}", f"out={self.folder(seed, out)}")
 
     def folder(self, seed: int, out: Path) -> Path:
-        """Where this trial's run with a seed lies."""
+        """The folder of this trial's run with the given seed."""
         return out / f"{self.key}-seed{seed}"
 
     def seeds(self, out: Path) -> list[int]:
-        """The seeds for which there is such a folder."""
+        """The seeds for which such a folder exists."""
         ends = (path.name.removeprefix(f"{self.key}-seed") for path in out.glob(f"{self.key}-seed*"))
         return sorted(int(end) for end in ends if end.isdecimal())
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What one scale runs: recipes of transformers by depth and of the context-ready layer, and their changes."""
+    """The runs at one scale: recipes and settings of the transformers by depth, and of the context-ready layer."""
 
     transformers: dict[int, tuple[str, tuple[str, ...]]]
     ready: str
     growth: dict[str, tuple[str, tuple[str, ...]]]
     parallel: tuple[str, ...] = ()
-    """What changes for all trials that compare ways of training: they are the dearest."""
+    """Settings for all trials that compare training methods, which are the most expensive ones."""
 
 
 SCALES = {
@@ -76,20 +77,20 @@ SCALES = {
 
 
 def trials_of(scale: str, parts: Sequence[str]) -> list[Trial]:
-    """The trials of these parts, each once, those that matter most first."""
+    """List the trials of these parts, each one once and the most important ones first."""
     if scale not in SCALES:
-        raise ContextReadyError(f"There is no scale '{scale}'; {nearest(scale, list(SCALES))}")
+        raise ContextReadyError(f"Unknown scale '{scale}'; {nearest(scale, list(SCALES))}")
     s = SCALES[scale]
     trials: list[Trial] = []
     few = {min(n for n in s.transformers if n > 1)}
-    for answers in READINGS:
-        # Parallel trials with settings of their own have a trial through the stream of their own as well.
+    for answers in VARIANTS:
+        # Parallel trials with their own settings need their own BPTT trial to compare with.
         others = ("growth",) if s.parallel else ("growth", "parallel")
         compared_in = others if answers == "masked" else ()
         trials.append(
             Trial(f"{answers}-d1", "D=1 BPTT", "table", s.ready, (), answers=answers, compared_in=compared_in)
         )
-        # The deepest take longest: beginning with them leaves no core idle at the end.
+        # The deepest models take longest. Starting with them leaves no core idle at the end.
         for n in sorted(s.transformers, key=lambda n: (n not in few, -n)):
             recipe, settings = s.transformers[n]
             trials.append(
