@@ -12,25 +12,25 @@ import pytest
 from hf_helpers import KNOWN, LLAMA_LIKE, save, train_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from contextready.cli.main import build_parser, main
+from contextready.cli.main import VERBS, build_parser, main
 from contextready.runs.config import check_for_team
 from contextready.runs.recipes import resolve
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-HUGGING_FACE = (ROOT / "docs" / "huggingface.md").read_text()
-GENERATION = (ROOT / "docs" / "generation.md").read_text()
+GUIDES = ("README", "training", "generation", "huggingface", "pointer", "scale", "benchmarks", "reproduction", "index")
+"""In the order in which their commands are run, in one folder."""
+TEXTS = {name: (ROOT / ("README.md" if name == "README" else f"docs/{name}.md")).read_text() for name in GUIDES}
+README, SCALE = TEXTS["README"], TEXTS["scale"]
 MATH = (ROOT / "docs" / "math.md").read_text()
 
-
-def test_readme_example_runs():
-    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    examples = [block for block in blocks if "import" in block]
-    assert len(examples) == 1
-    exec(compile(examples[0], "README.md", "exec"), {})
-
-
-COMMANDS = re.findall(r"^(crt [^#\n]*)", README, flags=re.MULTILINE)
+COMMANDS = list(
+    dict.fromkeys(
+        command.strip()
+        for text in TEXTS.values()
+        for command in re.findall(r"^(crt [^#\n]*)", text, flags=re.MULTILINE)
+    )
+)
+"""Every command once, in the order of the guides."""
 QUICK = ("info", "exact", "plan")
 TINY = ["width=16", "heads=2", "block_size=16", "batch_size=2", "steps=4", "eval_every=2", "eval_tokens=64"]
 CHASE = ["width=16", "heads=2", "batch_size=2", "steps=2", "eval_tokens=200"]
@@ -44,57 +44,70 @@ LESS = {
     "export": ["--tokens", "32"],
     "bench": ["--rounds", "1", "--tokens", "2", "--threads", "1"],
 }
+"""What makes a command quick enough for a test."""
 GGML = importlib.util.find_spec("ggml") is not None
 
 
 def can_run(words):
-    """Whether this command's extra is there: what needs ggml or the peers is left out where they are not built."""
+    """Whether a command can run here. Some need the engine ggml, a peer, a download, or hours."""
     if "--tasks" in words and not any("=" in word for word in words):
-        return False  # lm_eval's own tasks are downloaded
+        return False  # lm_eval downloads its own tasks
     if words[0] == "reproduce" and "headline" not in words:
-        return False  # the same, with many more rows
+        return False  # the same as the headline, with many more rows
     return "--peers" not in words and (GGML or not ({"export", "bench"} & set(words) or "mini.gguf" in words))
 
 
+def smaller(words):
+    """The same command with a tiny model and few steps."""
+    verb, *rest = words
+    if {"--dry-run", "--show", "--list", "--report"} & set(rest):
+        return words
+    given = {word.partition("=")[0] for word in rest if "=" in word}
+    less = [word for word in LESS.get(verb, []) if word.partition("=")[0] not in given]
+    if "pretrained" in given:
+        less = [word for word in less if not word.startswith(("width=", "heads="))]
+    return [*words, *less]
+
+
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.split()[1] in QUICK])
-def test_readme_commands_run(command, capsys):
+def test_quick_commands_run(command, capsys):
     assert main(shlex.split(command)[1:]) == 0
     assert capsys.readouterr().out
 
 
-def test_readme_training_commands_run_in_order(tmp_path, monkeypatch, capsys):
+def test_commands_and_examples_run_in_order(tmp_path, monkeypatch, capsys):
     """For real, on the default corpus, with tiny models and few steps."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("contextready.cli.demo.VALIDATION", 0.01)
-    # In the place of what the Hub has under this name.
+    # Stands in for the model that the Hub has under this name.
     folder = Path("HuggingFaceTB/SmolLM2-135M")
     config = AutoConfig.for_model("llama", **LLAMA_LIKE | {"vocab_size": KNOWN})
     save(folder, AutoModelForCausalLM.from_config(config), train_tokenizer(folder))
     for command in COMMANDS:
-        _, verb, *words = shlex.split(command)
-        if verb not in QUICK and "--list" not in words and can_run([verb, *words]):
-            less = [] if "--dry-run" in words else LESS.get(verb, [])
-            if any(word.startswith("pretrained=") for word in words):
-                less = [word for word in less if not word.startswith(("width=", "heads="))]
-            assert main([verb, *words, *less]) == 0, capsys.readouterr().err
-            assert capsys.readouterr().out
-    for name, text in (("generation.md", GENERATION), ("huggingface.md", HUGGING_FACE)):
-        (guide,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-        exec(compile(guide, name, "exec"), {})
+        words = shlex.split(command)[1:]
+        if words[0] not in QUICK and can_run(words):
+            assert main(smaller(words)) == 0, (command, capsys.readouterr().err)
+            assert capsys.readouterr().out, command
+    examples = 0
+    for name in ("README", "training", "generation", "huggingface"):
+        for example in re.findall(r"```python\n(.*?)```", TEXTS[name], flags=re.DOTALL):
+            if "import" in example:
+                exec(compile(example, name, "exec"), {})
+                examples += 1
+    assert examples == 4
     assert (tmp_path / "curves.svg").is_file()
     assert (tmp_path / "runs" / "demo" / "curves.png").is_file()
 
 
-def test_readme_shows_every_verb_and_every_example():
-    assert {command.split()[1] for command in COMMANDS} == {
-        *("demo", "data", "train", "plan", "unshard", "eval", "plot", "info", "exact", "generate", "export", "bench"),
-        *("convert", "pointer", "reproduce"),
-    }
-    for path in (ROOT / "examples").rglob("*.py"):
+def test_the_readme_is_short_and_the_guides_show_every_verb_and_example():
+    assert len(README.splitlines()) <= 150
+    verbs = {module.__name__.rpartition(".")[2] for module in VERBS}
+    assert {command.split()[1] for command in COMMANDS} == verbs
+    for path in (ROOT / "examples").iterdir():
         assert path.name in README, path
 
 
-def test_the_map_of_the_rooms_is_what_the_sources_say():
+def test_the_map_of_the_packages_is_what_the_sources_say():
     done = subprocess.run(
         [sys.executable, ROOT / "tools" / "architecture.py", "--check"], capture_output=True, text=True
     )
@@ -104,7 +117,6 @@ def test_the_map_of_the_rooms_is_what_the_sources_say():
         assert path.name in page, path
 
 
-SCALE = (ROOT / "docs" / "scale.md").read_text()
 LAUNCHES = re.findall(r"^((?:srun|torchrun) [^#\n]*)", README + SCALE, flags=re.MULTILINE)
 
 
@@ -132,17 +144,13 @@ def test_launches_for_eight_gpus_and_for_several_nodes_are_there():
     assert any("--nnodes 4 --nproc-per-node 8" in command for command in LAUNCHES)
 
 
-@pytest.mark.parametrize("command", re.findall(r"^(crt plan [^#\n]*)", SCALE, flags=re.MULTILINE))
-def test_plans_in_the_guide_run(command, capsys):
-    assert main(shlex.split(command)[1:]) == 0
-    assert "GPU days" in capsys.readouterr().out
-
-
-def test_the_table_in_the_readme_is_what_crt_exact_measures():
+def test_the_table_in_the_guide_is_what_crt_exact_measures():
     from contextready.measure.exactness import run_exact
 
     result = run_exact(tokens=48, layers=1, width=64, seed=0)
-    rows = re.findall(r"^\| (\d+) \| ([\d.e-]*) ?\| ([\d.e-]+) \| (\d+) of 48 \|$", README, flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| (\d+) \| ([\d.e-]*) ?\| ([\d.e-]+) \| (\d+) of 48 \|$", TEXTS["training"], flags=re.MULTILINE
+    )
     assert len(rows) == 7
     for passes, change, error, exact in rows:
         k = int(passes)

@@ -1,7 +1,10 @@
 """The Context-Ready Transformer: train in parallel, stream exactly, check every claim.
 
-Needs torch and numpy; anything else is imported where it is used. Names are loaded when they are first used, so that
-an exported model runs (`contextready.infer`) where torch is not installed.
+    model = contextready.load("runs/mini-d1")
+    print(model.generate("The people of"))
+
+Needs torch and numpy; any other package is imported where it is used. Names are imported when they are first used, so
+an exported file runs without importing torch.
 """
 
 from importlib import import_module
@@ -11,6 +14,7 @@ from contextready import registry
 from contextready.errors import ContextReadyError
 
 if TYPE_CHECKING:
+    from contextready.infer.language_model import LanguageModel, TextScore, load
     from contextready.model.config import ModelConfig, TransformerConfig
     from contextready.model.context_ready import ContextReady, build_model
     from contextready.model.correction import CORRECTIONS
@@ -20,21 +24,24 @@ if TYPE_CHECKING:
     from contextready.model.transformer import Transformer
     from contextready.solve.unroll import UnrollInfo, unroll
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CORRECTIONS",
     "Account",
     "ContextReady",
     "ContextReadyError",
+    "LanguageModel",
     "ModelConfig",
     "State",
+    "TextScore",
     "Transformer",
     "TransformerConfig",
     "UnrollInfo",
     "account",
     "build_correction",
     "build_model",
+    "load",
     "unroll",
 ]
 
@@ -42,19 +49,22 @@ _HOMES = {
     "CORRECTIONS": "model.correction",
     "Account": "model.cost",
     "ContextReady": "model.context_ready",
+    "LanguageModel": "infer.language_model",
     "ModelConfig": "model.config",
     "State": "model.state",
+    "TextScore": "infer.language_model",
     "Transformer": "model.transformer",
     "TransformerConfig": "model.config",
     "UnrollInfo": "solve.unroll",
     "account": "model.cost",
     "build_correction": "model.correction_module",
     "build_model": "model.context_ready",
+    "load": "infer.language_model",
     "unroll": "solve.unroll",
 }
 
 
-# Kinds of models and tasks that rooms add to runs; each is imported when a run first needs it.
+# Kinds of models and tasks that other packages add to runs; each is imported when a run first needs it.
 registry.register("model", "pretrained", "contextready.hf.provider")
 registry.register("task", "pointer", "contextready.pointer.provider")
 
@@ -65,3 +75,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

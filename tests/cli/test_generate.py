@@ -90,7 +90,7 @@ def test_samples_seeds_and_log_probabilities(trained, crt):
     assert all(len(top) == 2 and top[0][1] >= top[1][1] for top in first["top_logprobs"])
 
 
-def test_a_session_goes_on_and_takes_back(trained, crt, tmp_path):
+def test_a_session_continues_and_rolls_back(trained, crt, tmp_path):
     session = tmp_path / "some.state"
     words = ("generate", trained, "river stone", *GREEDY, "--json")
     _, whole, _ = crt(*words, "--max-tokens", 14)
@@ -105,7 +105,7 @@ def test_a_session_goes_on_and_takes_back(trained, crt, tmp_path):
     assert saved.state.position == saved.rollback(0).state.position
     code, _, err = crt("generate", trained, "", "--state", session, "--rollback", 5)
     assert code == 2
-    assert "rolled back by 0 to 4 tokens" in err
+    assert "rolled back by at most 4 tokens" in err
 
 
 def test_a_saved_session_is_not_changed_by_going_on(trained, crt, tmp_path):
@@ -130,10 +130,10 @@ def test_stats_say_how_prompts_were_read(trained, crt):
     assert "by sweep" in err
     assert "plain passes of arithmetic" in err
     assert "tokens/s" in err
-    assert "trained on 16 at a time" in err
+    assert "trained on sequences of 16" in err
 
 
-def test_text_appears_while_it_is_made(trained):
+def test_text_appears_while_it_is_generated(trained):
     """A real process: the first words can be read before the last are there."""
     words = [sys.executable, "-m", "contextready", "generate", str(trained), "river", *GREEDY, "--max-tokens", "3000"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
@@ -147,19 +147,19 @@ def test_text_appears_while_it_is_made(trained):
     ("words", "sentence"),
     [
         ((), "The prompt is empty"),
-        (("--temperature", "-1", "x"), "temperature of -1.0 is impossible"),
-        (("--top-p", "0", "x"), "top_p=0.0 is no share"),
-        (("--top-k", "0", "x"), "top_k=0"),
+        (("--temperature", "-1", "x"), "temperature must be 0 (the most likely token) or greater, but got -1.0"),
+        (("--top-p", "0", "x"), "top_p must be greater than 0 and at most 1, but got 0.0"),
+        (("--top-k", "0", "x"), "top_k must be"),
         (("--max-tokens", "0", "x"), "0"),
-        (("--context", "5", "--max-tokens", "30", "x"), "room for 5"),
+        (("--context", "5", "--max-tokens", "30", "x"), "do not fit into a context of 5"),
         (("--engine", "eagre", "x"), "Unknown engine 'eagre'"),
         (("--engine", "ggml", "x"), "crt export"),
         (("--solver", "swep", "x"), "Unknown solver 'swep'"),
-        (("--rollback", "2", "x"), "--rollback goes back in a saved session"),
+        (("--rollback", "2", "x"), "--rollback needs a saved session"),
         (("--state", "nowhere.state", "x"), "no state file"),
-        (("--samples", "2", "--save-state", "a", "x"), "--save-state keeps one completion"),
-        (("--file", "nowhere.txt"), "no file of prompts"),
-        (("--file", "nowhere.txt", "x"), "give one of both"),
+        (("--samples", "2", "--save-state", "a", "x"), "--save-state saves one completion"),
+        (("--file", "nowhere.txt"), "nowhere.txt does not exist"),
+        (("--file", "nowhere.txt", "x"), "use one of the two"),
         (("--stop", "", "x"), "Stop strings"),
     ],
 )
@@ -171,18 +171,18 @@ def test_bad_input_is_one_sentence(trained, crt, monkeypatch, words, sentence):
     assert len(err.strip().splitlines()) <= 2
 
 
-def test_a_plain_state_is_no_session(trained, crt, tmp_path):
+def test_a_plain_state_is_not_a_session(trained, crt, tmp_path):
     model = open_checkpoint(trained).model()
     state = model.init_state(1)
     state.save(tmp_path / "plain.state")
     assert State.load(tmp_path / "plain.state").position == 0
     code, _, err = crt("generate", trained, "x", "--state", tmp_path / "plain.state")
     assert code == 2
-    assert "is a state and not a session" in err
+    assert "is a state but not a session" in err
 
 
 @needs_ggml
-def test_export_and_generate_without_torch(trained, crt, tmp_path):
+def test_an_exported_file_generates_the_same_text(trained, crt, tmp_path):
     file = tmp_path / "model.gguf"
     code, out, _ = crt("export", trained, file, "--type", "f32", "--tokens", 64)
     assert code == 0
@@ -190,7 +190,7 @@ def test_export_and_generate_without_torch(trained, crt, tmp_path):
     _, here, _ = crt("generate", trained, "river stone", *GREEDY, "--max-tokens", 10)
     _, there, err = crt("generate", file, "river stone", *GREEDY, "--max-tokens", 10, "--stats", "--threads", 1)
     assert there == here
-    assert "by sequential" in err
+    assert "read by sequential" in err
 
 
 @needs_ggml
@@ -206,18 +206,18 @@ def test_quantised_weights_cost_perplexity_and_it_is_said(trained, crt, tmp_path
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("export", "{run}", "{tmp}/model.bin"), "must end in .gguf"),
+        (("export", "{run}", "{tmp}/model.bin"), "must have the extension .gguf"),
         (("export", "{run}", "{tmp}/model.gguf", "--type", "q5"), "Unknown type 'q5'"),
-        (("export", "{run}", "{tmp}/model.gguf", "--tokens", "-1"), "no number of tokens"),
+        (("export", "{run}", "{tmp}/model.gguf", "--tokens", "-1"), "--tokens must be at least 0"),
         (("generate", "{tmp}/nowhere.gguf", "x"), "nowhere.gguf"),
         (("generate", "{model}", "x", "--solver", "sweep"), "solver cannot be chosen"),
-        (("generate", "{model}", "x", "--engine", "eager"), "the engine ggml runs"),
-        (("generate", "{model}", "x", "--context", "4", "--max-tokens", "9"), "room for 4"),
+        (("generate", "{model}", "x", "--engine", "eager"), "only the engine ggml runs"),
+        (("generate", "{model}", "x", "--context", "4", "--max-tokens", "9"), "do not fit into a context of 4"),
         (("bench", "no-such-model"), "There is no model 'no-such-model'"),
-        (("bench", "{run}", "--engines", "fast"), "There is no 'fast'"),
+        (("bench", "{run}", "--engines", "fast"), "Unknown engine 'fast'"),
         (("bench", "{run}", "--contexts", "a"), "is not a list of numbers"),
         (("bench", "{run}", "--rounds", "0"), "must be at least 1"),
-        (("bench", "{run}", "--rounds", "1", "--tokens", "1", "--plot", "x.doc"), "no ending that says how to draw"),
+        (("bench", "{run}", "--rounds", "1", "--tokens", "1", "--plot", "x.doc"), "ends in .png, .svg or .pdf"),
     ],
 )
 def test_bad_input_of_export_and_bench(trained, crt, tmp_path, words, sentence):

@@ -57,6 +57,9 @@ class StateEngine:
         self.loads += 1
         self.states[row] = self.model.init_state(1, self.history) if state is None else state.clone()
 
+    def copy_row(self, source, target):
+        self.load(target, self.state(source))
+
     @torch.inference_mode()
     def _advance(self, row, tokens):
         assert self.capacity is None or self.position(row) + len(tokens) <= self.capacity, "the engine overflowed"
@@ -65,7 +68,7 @@ class StateEngine:
 
 
 class Scripted:
-    """An engine whose likeliest next token is written down: the n-th token of a row's script, then token 11."""
+    """An engine whose most likely next token is scripted: the n-th token of a row's script, then token 11."""
 
     name, capacity = "scripted", None
 
@@ -81,6 +84,9 @@ class Scripted:
 
     def state(self, row):
         return self.at[row]
+
+    def copy_row(self, source, target):
+        self.at[target] = 0
 
     def read(self, row, tokens):
         return self._next(row), ReadInfo("sequential", len(tokens), 0.0, 1.0, None, None, (), exact=True)
@@ -292,7 +298,7 @@ def test_rows_without_a_prompt_start_afresh_and_change_nothing():
 def test_capacity_holds_everything_but_the_last_token():
     assert len(generate(StateEngine(MODEL, 2, capacity=9), PROMPTS[:2], GREEDY, max_tokens=5)[0].tokens) == 5
     engine = StateEngine(MODEL, 2, capacity=9)
-    with pytest.raises(ContextReadyError, match="10 tokens were to be read and there is room for 9"):
+    with pytest.raises(ContextReadyError, match="10 tokens do not fit into a context of 9"):
         generate(engine, [PROMPTS[1], PROMPTS[0]], GREEDY, max_tokens=6)
     assert (engine.reads, engine.loads) == ([], 0), "refused before anything was done"
     state = alone(PROMPTS[0], max_tokens=4, keep_states=True).state
@@ -376,27 +382,27 @@ def test_prompts_may_be_arrays_or_tensors():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"max_tokens": 0}, "0 tokens cannot be generated"),
-        ({"max_tokens": 2.0}, "2.0 tokens cannot be generated"),
-        ({"samples": 0}, "0 samples of a prompt"),
-        ({"samples": 1.5}, "1.5 samples of a prompt"),
-        ({"samples": 2}, "samples of each: 2, so 4 rows are needed and this engine has 2"),
-        ({"seed": -1}, "seed of -1"),
-        ({"seed": None}, "seed of None"),
-        ({"logprobs": -1}, "The -1 likeliest"),
-        ({"logprobs": 24}, "ask for 0 to 23"),
-        ({"prompts": []}, "There is no prompt"),
+        ({"max_tokens": 0}, "max_tokens must .* got 0"),
+        ({"max_tokens": 2.0}, "max_tokens must .* got 2.0"),
+        ({"samples": 0}, "samples must .* got 0"),
+        ({"samples": 1.5}, "samples must .* got 1.5"),
+        ({"samples": 2}, "has 2 rows, but 4 are needed"),
+        ({"seed": -1}, "seed must .* got -1"),
+        ({"seed": None}, "seed must .* got None"),
+        ({"logprobs": -1}, "logprobs must .* got -1"),
+        ({"logprobs": 24}, "between 0 and 23"),
+        ({"prompts": []}, "No prompt was given"),
         ({"prompts": [[1], []]}, "The prompt is empty"),
         ({"prompts": [[1], [23]]}, "Token id 23 is out of range"),
         ({"prompts": [[1], [-1]]}, "Token id -1 is out of range"),
         ({"prompts": [1, 2]}, "must be a list of token ids"),
         ({"prompts": ["ab"]}, "encode text with the tokenizer"),
         ({"prompts": [[0.5]]}, "must be a list of token ids"),
-        ({"prompts": [[1]] * 3}, "Prompts: 3, samples of each: 1, so 3 rows"),
+        ({"prompts": [[1]] * 3}, "has 2 rows, but 3 are needed"),
         ({"stop_tokens": [99]}, "Token id 99 is out of range"),
-        ({"stops": ["x"]}, "give the model's tokenizer"),
+        ({"stops": ["x"]}, "pass the model's tokenizer"),
         ({"stops": [""], "tokenizer": TOKENIZER}, "Stop strings must be a list"),
-        ({"states": [None]}, "1 states were given for 2 prompts"),
+        ({"states": [None]}, "1 states were passed for 2 prompts"),
     ],
 )
 def test_bad_input_is_refused_at_once(changes, says):

@@ -1,4 +1,4 @@
-"""The command `crt`: everything that prints or describes the command line is here, one file for each verb.
+"""The command `crt`: everything that prints or describes the command line, one file per verb.
 
-It may import every other room, and nothing imports it.
+It may import every other package, and nothing imports it.
 """

@@ -1,4 +1,4 @@
-"""`crt generate`: prompts from the command line, a file or standard input; text as it comes."""
+"""`crt generate`: continue prompts from the command line, a file or standard input."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ from contextready.files import to_json
 
 if TYPE_CHECKING:
     from contextready.infer.generate import Completion, GenerationSettings, Piece
-    from contextready.infer.open import Opened
+    from contextready.infer.language_model import LanguageModel
 
 
 def add(verbs: Verbs) -> None:
@@ -23,50 +23,87 @@ def add(verbs: Verbs) -> None:
         verbs,
         "generate",
         "continue prompts, token by token",
-        "Continue prompts from the command line, from a file, or from standard input. One\n"
-        "completion appears as it comes; several are printed one after the other.",
-        "examples:\n"
-        '  crt generate runs/mini-d1 "The history of" --seed 1\n'
-        "  crt generate runs/mini-d1 --file prompts.txt --samples 3 --json\n"
-        '  crt generate runs/mini-d1 "The history of" --save-state some.state\n'
-        '  crt generate runs/mini-d1 " and then" --state some.state\n'
-        '  crt generate model.gguf "The history of" --temperature 0 --stats',
+        "Continue prompts from the command line, from a file, or from standard input. A single\n"
+        "completion is printed as it is generated; several are printed one after the other.",
+        examples='crt generate runs/mini-d1 "The history of" --seed 1\n'
+        "crt generate runs/mini-d1 --file prompts.txt --samples 3 --json\n"
+        "echo 'The history of' | crt generate runs/mini-d1\n"
+        'crt generate runs/mini-d1 "The history of" --save-state some.state\n'
+        'crt generate runs/mini-d1 " and then" --state some.state\n'
+        'crt generate model.gguf "The history of" --temperature 0 --stats',
     )
-    generate.add_argument("model", type=Path, help="run, checkpoint, or exported .gguf file")
-    generate.add_argument("prompts", nargs="*", help="texts to continue (default: standard input, as one)")
-    generate.add_argument("--file", type=Path, help="a file of prompts, one a line")
-    generate.add_argument("--max-tokens", type=int, default=128, help="tokens to generate (default: 128)")
-    generate.add_argument("--samples", type=int, default=1, help="completions of each prompt (default: 1)")
-    generate.add_argument("--seed", type=int, default=0, help="seed of the draws (default: 0)")
-    generate.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
-    generate.add_argument("--top-k", type=int, help="draw among the k likeliest tokens only")
+    generate.add_argument("model", type=Path, help="run, checkpoint, Hugging Face folder, or exported .gguf file")
     generate.add_argument(
-        "--top-p", type=float, default=1.0, help="draw among the likeliest tokens that together reach p"
+        "prompts", nargs="*", default=[], help="texts to continue (default: standard input, as one prompt)"
+    )
+    generate.add_argument("--file", type=Path, help="read prompts from a file, one per line")
+    generate.add_argument(
+        "--max-tokens", type=int, metavar="N", default=128, help="most tokens to generate per completion"
+    )
+    generate.add_argument("--samples", type=int, metavar="N", default=1, help="completions per prompt")
+    generate.add_argument("--seed", type=int, metavar="N", default=0, help="random seed")
+    generate.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        default=0.8,
+        help="0 always takes the most likely token; 1 samples as trained",
+    )
+    generate.add_argument("--top-k", type=int, metavar="N", help="sample from the k most likely tokens (default: off)")
+    generate.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        default=1.0,
+        help="sample from the most likely tokens whose probabilities reach p",
     )
     generate.add_argument(
-        "--min-p", type=float, default=0.0, help="draw among tokens at least p times as likely as the likeliest"
-    )
-    generate.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: avoid tokens seen before")
-    generate.add_argument("--stop", action="append", default=[], help="end before this text (may be repeated)")
-    generate.add_argument("--past-end", action="store_true", help="do not stop at the end-of-text token")
-    generate.add_argument(
-        "--logprobs", type=int, metavar="N", help="with --json: log-probabilities, and the N likeliest"
+        "--min-p", type=float, metavar="P", default=0.0, help="drop tokens less likely than p times the most likely one"
     )
     generate.add_argument(
-        "--context", type=int, help="capacity of a row in tokens (default: as needed; none with a window)"
+        "--repetition-penalty",
+        type=float,
+        metavar="R",
+        default=1.0,
+        help="values above 1 make earlier tokens less likely",
     )
-    generate.add_argument("--engine", help="eager, compiled, or ggml for exported files (default: eager)")
-    generate.add_argument("--solver", help="how prompts are read: sweep, jacobi or sequential (default: sweep)")
-    generate.add_argument("--tolerance", type=float, help="error that sweep and jacobi may leave (default: 0.05)")
-    generate.add_argument("--chunk", type=int, help="tokens of a prompt solved at once (default: 4096)")
-    generate.add_argument("--state", type=Path, help="go on from a saved session")
-    generate.add_argument("--rollback", type=int, default=0, metavar="N", help="first take back its last N tokens")
-    generate.add_argument("--save-state", type=Path, help="save the session at the end, to go on later")
-    generate.add_argument("--history", type=int, help="tokens that a saved session can be rolled back (default: 1)")
-    generate.add_argument("--threads", type=int, help="threads to compute with (default: all cores)")
-    generate.add_argument("--device", default="auto", help="cpu, cuda, mps or auto (default: auto)")
-    generate.add_argument("--stats", action="store_true", help="say how prompts were read and how fast it went")
-    generate.add_argument("--json", action="store_true", help="print one JSON line a completion")
+    generate.add_argument(
+        "--stop", action="append", metavar="TEXT", default=[], help="stop before this text (may be repeated)"
+    )
+    generate.add_argument("--past-end", action="store_true", help="continue after the end-of-text token")
+    generate.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="with --json: add log-probabilities, and those of the N most likely tokens (default: off)",
+    )
+    generate.add_argument(
+        "--context", type=int, metavar="N", help="room for this many tokens per completion (default: as many as needed)"
+    )
+    generate.add_argument(
+        "--engine", metavar="NAME", help="eager or compiled; exported files run on ggml (default: eager)"
+    )
+    generate.add_argument(
+        "--solver", metavar="NAME", help="how prompts are read: sweep, jacobi or sequential (default: sweep)"
+    )
+    generate.add_argument(
+        "--tolerance", type=float, metavar="E", help="relative error at which sweep and jacobi stop (default: 0.05)"
+    )
+    generate.add_argument("--chunk", type=int, metavar="N", help="prompt tokens solved at once (default: 4096)")
+    generate.add_argument("--state", type=Path, metavar="FILE", help="continue a saved session")
+    generate.add_argument(
+        "--rollback", type=int, default=0, metavar="N", help="first remove the session's last N tokens"
+    )
+    generate.add_argument(
+        "--save-state", type=Path, metavar="FILE", help="save the session at the end, to continue it later"
+    )
+    generate.add_argument(
+        "--history", type=int, metavar="N", help="tokens by which a saved session can be rolled back (default: 1)"
+    )
+    generate.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+    generate.add_argument("--device", metavar="NAME", default="auto", help="cpu, cuda, mps or auto")
+    generate.add_argument("--stats", action="store_true", help="report on stderr how prompts were read, and the speed")
+    generate.add_argument("--json", action="store_true", help="print one JSON object per completion and line")
     generate.set_defaults(run=_run, more_words="prompts")
 
 
@@ -111,12 +148,12 @@ class Request:
 
     prompts: Sequence[str]
     settings: "GenerationSettings"
-    """How to generate; stop tokens and kept states follow from what is below."""
+    """How to generate; stop tokens and kept states follow from the fields below."""
     file: Path | None = None
     past_end: bool = False
-    """Go on after the end-of-text token."""
+    """Continue after the end-of-text token."""
     capacity: int | None = None
-    """Room for so many tokens a row; none: as many as are needed."""
+    """Room for this many tokens per row; None for as many as needed."""
     state: Path | None = None
     save_state: Path | None = None
     rollback: int = 0
@@ -125,25 +162,25 @@ class Request:
 
 
 def run_generate(model: Path, request: Request, **opening: Any) -> None:
-    """Generate and print: one completion as it comes, several one after the other, or JSON lines.
+    """Generate and print: one completion as it is generated, several one after the other, or JSON lines.
 
-    `opening` (engine, threads, device, solver, …) goes to `open_for_generation`.
+    `opening` (engine, threads, device, solver, …) is passed to `contextready.load`.
     """
     from contextready.infer.generate import generate_pieces
-    from contextready.infer.open import open_for_generation
+    from contextready.infer.language_model import load
 
-    opened = open_for_generation(model, **opening)
+    opened = load(model, **opening)
     texts = _prompts(request)
     rows = len(texts) * request.settings.samples
     if request.save_state is not None and rows != 1:
-        raise ContextReadyError("--save-state keeps one completion; give one prompt and one sample.")
+        raise ContextReadyError("--save-state saves one completion; give one prompt and --samples 1.")
     prompts, states, earlier = _ids(opened, texts, request)
     longest = max(len(ids) for ids in prompts) + max((s.position for s in states if s is not None), default=0)
     capacity = request.capacity or longest + request.settings.max_tokens
     if capacity > opened.trained_length:
         print(
-            f"Note: this may become {capacity} tokens, and the model was trained on {opened.trained_length} at a time; "
-            "what it writes beyond that may make little sense.",
+            f"Note: this may reach {capacity} tokens, but the model was trained on sequences of "
+            f"{opened.trained_length}; the text beyond that may make little sense.",
             file=sys.stderr,
         )
     settings = replace(
@@ -182,33 +219,37 @@ def _show(pieces: "Iterable[Piece]", alone: bool) -> "list[Completion]":
 
 
 def _prompts(request: Request) -> list[str]:
-    """Prompts of the command line, else one a line of a file, else all of standard input as one."""
+    """Prompts from the command line, from the lines of a file, or all of standard input as one prompt."""
     if request.prompts and request.file is not None:
-        raise ContextReadyError("Prompts were given and a file of prompts too; give one of both.")
+        raise ContextReadyError("Prompts were given both on the command line and with --file; use one of the two.")
     if request.prompts:
         return list(request.prompts)
     if request.file is not None:
         try:
             lines = request.file.read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:
-            raise ContextReadyError(f"There is no file of prompts at {request.file}.") from None
+            raise ContextReadyError(f"The prompt file {request.file} does not exist.") from None
         except UnicodeDecodeError:
-            raise ContextReadyError(f"{request.file} is not text in UTF-8; save it as such.") from None
+            raise ContextReadyError(f"{request.file} is not UTF-8 text; save it in that encoding.") from None
         prompts = [line for line in lines if line.strip()]
         if not prompts:
-            raise ContextReadyError(f"{request.file} holds no prompt; write one a line.")
+            raise ContextReadyError(f"{request.file} has no prompts; write one per line.")
         return prompts
-    return [""] if request.state is not None and sys.stdin.isatty() else [sys.stdin.read().removesuffix("\n")]
+    if sys.stdin.isatty():
+        if request.state is not None:
+            return [""]
+        print("Type the prompt, then press Ctrl-D on a new line.", file=sys.stderr)
+    return [sys.stdin.read().removesuffix("\n")]
 
 
-def _ids(opened: "Opened", texts: list[str], request: Request) -> tuple[list[list[int]], list[Any], list[int]]:
-    """Prompts as ids, the states they follow, and the newest tokens before the only one of a session."""
+def _ids(opened: "LanguageModel", texts: list[str], request: Request) -> tuple[list[list[int]], list[Any], list[int]]:
+    """Prompt ids, the states that they continue, and the newest tokens of the session before its last one."""
     ids = opened.tokenizer.encode_batch(texts)
     if request.state is None:
         if request.rollback:
-            raise ContextReadyError("--rollback goes back in a saved session; name it with --state.")
+            raise ContextReadyError("--rollback needs a saved session; name it with --state.")
         if not all(ids):
-            raise ContextReadyError("The prompt is empty; give some text to go on from, or a session with --state.")
+            raise ContextReadyError("The prompt is empty; give some text to continue, or a saved session with --state.")
         return ids, [None] * len(ids), []
     from contextready.infer.session import Session
 
@@ -244,9 +285,12 @@ def _print_stats(done: "list[Completion]", seconds: float) -> None:
         cost = "" if read.cost is None else f", {read.cost:.2f} plain passes of arithmetic"
         note = f" ({read.note})" if read.note else ""
         print(
-            f"prompt {completion.prompt + 1}: {read.tokens} tokens by {read.solver} in {1e3 * read.seconds:.0f} ms"
+            f"prompt {completion.prompt + 1}: {read.tokens} tokens read by {read.solver} in {1e3 * read.seconds:.0f} ms"
             f"{cost}, {exact}{note}; {len(completion.tokens)} tokens generated ({completion.finish})",
             file=sys.stderr,
         )
     total = sum(len(completion.tokens) for completion in done)
-    print(f"{total} tokens in {seconds:.2f} s, prompts included: {total / seconds:.1f} tokens/s", file=sys.stderr)
+    print(
+        f"{total} tokens generated in {seconds:.2f} s including prompts: {total / seconds:.1f} tokens/s",
+        file=sys.stderr,
+    )

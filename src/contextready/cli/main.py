@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """The command `crt`: thin verbs over importable functions."""
 
 import argparse
@@ -23,20 +24,21 @@ from contextready.cli import (
     train,
     unshard,
 )
+from contextready.cli.options import HelpFormatter, VerbParser
 from contextready.errors import ContextReadyError
 
 VERBS = (
     demo,
     data,
     train,
-    plan,
-    unshard,
     eval,
-    convert,
+    plot,
     generate,
     export,
+    convert,
     bench,
-    plot,
+    plan,
+    unshard,
     pointer,
     reproduce,
     info,
@@ -44,18 +46,37 @@ VERBS = (
 )
 """In the order of `crt --help`."""
 
+DESCRIPTION = """\
+Train, convert, stream, measure and export context-ready language models.
+
+examples:
+  crt demo                                                a first look, in about three minutes
+  crt data prepare data/mini default --vocab-size 4096    prepare text
+  crt train mini-d1                                       train one context-ready layer on it
+  crt generate runs/mini-d1 "The people of"               continue a prompt
+  crt convert HuggingFaceTB/SmolLM2-135M smollm2-crt      add a correction to a pretrained model
+
+Run crt VERB --help for the examples and options of a verb."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; bad input prints one sentence and returns 2."""
+    """Run one verb. Bad input prints one sentence and returns 2."""
     parser = build_parser()
+    if "_ARGCOMPLETE" in os.environ:
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     options, rest = parser.parse_known_args(arguments)
-    # argparse closes a list of words at the first option: crt train mini-d1 --dry-run steps=5
+    # argparse closes a list of words at the first option, as in: crt train mini-d1 --dry-run steps=5
     more = getattr(options, "more_words", None)
     if more and rest and not any(word.startswith("-") or ("=" not in word and more == "settings") for word in rest):
         setattr(options, more, [*getattr(options, more), *rest])
         rest = []
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if options.verb is None:
+        parser.print_help()
+        return 0
     try:
         code: int | None = options.run(options)
         sys.stdout.flush()
@@ -65,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader left (`crt info --json | head`): nothing is wrong, and the interpreter must not try to flush again.
+        # The reader has left, as in `crt info --json | head`. The interpreter must not try to flush again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
@@ -75,19 +96,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Describe every verb and option.
+    """Describe every verb and option, without importing torch.
 
-    A verb that takes any number of words says in its defaults under which name: `more_words`.
+    A verb that takes any number of words sets `more_words` in its defaults to the name under which they are stored.
     """
-    parser = argparse.ArgumentParser(
-        prog="crt", description="Context-ready language models: train, measure, see and check them."
-    )
+    parser = VerbParser(prog="crt", description=DESCRIPTION, formatter_class=HelpFormatter)
     parser.add_argument("--version", action="version", version=f"contextready {__version__}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
     for module in VERBS:
         module.add(verbs)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,5 @@
-"""Generation: engines that stream, sampling, text as it comes, sessions.
+"""Generation: engines, sampling, incremental text and sessions.
 
-May import runs and what is under it; not train or evaluate. Exported models (`infer/ggml`) run without torch.
+May import `runs` and the packages below it, but not `train` or `evaluate`. Exported files (`infer/ggml`) run without
+torch.
 """

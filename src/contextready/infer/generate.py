@@ -1,4 +1,4 @@
-"""Generation on any engine: prompts in, tokens and text out, piece by piece or whole."""
+"""Generation on any engine: prompts in, tokens and text out, piece by piece or all at once."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,34 +21,34 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 Finish = Literal["length", "stop"]
-"""Why a completion ended: it had all its tokens, or a stop token or stop string came."""
+"""Why a completion ended: it reached its maximum length, or a stop token or stop string."""
 
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """All that followed a prompt."""
+    """One complete continuation of a prompt."""
 
     prompt: int
-    """Which prompt."""
+    """Index of the prompt."""
     sample: int
-    """Which of the prompt's samples."""
+    """Index of the sample of this prompt."""
     tokens: list[int]
-    """Every token chosen, with the stop token if one came."""
+    """All chosen tokens, including the stop token if there was one."""
     text: str
-    """The text after the prompt's, up to the stop token or stop string; empty without a tokenizer."""
+    """The text after the prompt, up to the stop token or stop string; empty without a tokenizer."""
     logprobs: list[float] | None
-    """Each token's log-probability by the raw logits, if asked for."""
+    """Log-probability of each token under the raw logits, if requested."""
     top_logprobs: list[list[tuple[int, float]]] | None
-    """The likeliest tokens in each token's place, if asked for."""
+    """The most likely tokens at each position, if requested."""
     finish: Finish
     state: "State | None"
-    """If asked for, the state that has read the prompt and every token but the last (`unread`)."""
+    """If requested, the state after the prompt and every token except the last (`unread`)."""
     read: ReadInfo
     """How the prompt was read."""
 
     @property
     def unread(self) -> int:
-        """The last token: no step was spent on reading it, so going on from `state` begins with the prompt [unread]."""
+        """The last token. The state has not read it, so to continue from `state`, start with the prompt [unread]."""
         return self.tokens[-1]
 
 
@@ -57,51 +57,51 @@ class Piece:
     """One token of one completion."""
 
     prompt: int
-    """Which prompt."""
+    """Index of the prompt."""
     sample: int
-    """Which of the prompt's samples."""
+    """Index of the sample of this prompt."""
     token: int
     text: str
-    """What can be shown now: it may lag behind the token, and never has to be taken back."""
+    """Text that can be shown now; it may lag behind the token and is never taken back."""
     logprob: float | None
-    """The token's log-probability by the raw logits, if asked for."""
+    """Log-probability of the token under the raw logits, if requested."""
     top: list[tuple[int, float]] | None
-    """The likeliest tokens in its place, if asked for."""
+    """The most likely tokens at its position, if requested."""
     finish: Finish | None
-    """Why the completion ended, on its last piece."""
+    """Why the completion ended; set on its last piece."""
     completion: Completion | None
-    """The whole completion, on its last piece."""
+    """The whole completion; set on its last piece."""
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """What to generate after every prompt."""
+    """What to generate for every prompt."""
 
     sampling: Sampling = field(default_factory=Sampling)
     """How each token is chosen."""
     max_tokens: int = 128
-    """Tokens of a completion, at most."""
+    """Maximum number of tokens per completion."""
     samples: int = 1
-    """Completions of each prompt."""
+    """Completions per prompt."""
     seed: int = 0
-    """A row's draws depend on it and on which sample of its prompt the row is, so a prompt gets the same completions
-    alone as among others."""
+    """Random numbers depend on the seed and on the index of the sample only, so a prompt gets the same completions
+    alone and in a batch."""
     stop_tokens: Collection[int] = ()
     """Tokens that end a completion."""
     stops: Sequence[str] = ()
-    """Texts that end a completion; they are not part of it."""
+    """Strings that end a completion; they are not part of it."""
     logprobs: int | None = None
-    """Give log-probabilities, and so many of the likeliest tokens (0: of the chosen token only)."""
+    """Return log-probabilities, and those of this many most likely tokens (0 for the chosen token only)."""
     keep_states: bool = False
-    """Give the state after every completion."""
+    """Return the state after every completion."""
 
     def __post_init__(self) -> None:
         if not hasattr(self.samples, "__index__") or self.samples < 1:
-            raise ContextReadyError(f"{self.samples} samples of a prompt are impossible; give 1, 2, 3, …")
+            raise ContextReadyError(f"samples must be an integer of at least 1, but got {self.samples}.")
         if not hasattr(self.max_tokens, "__index__") or self.max_tokens < 1:
-            raise ContextReadyError(f"{self.max_tokens} tokens cannot be generated; give 1, 2, 3, …")
+            raise ContextReadyError(f"max_tokens must be an integer of at least 1, but got {self.max_tokens}.")
         if not hasattr(self.seed, "__index__") or self.seed < 0:
-            raise ContextReadyError(f"A seed of {self.seed} is impossible; give 0, 1, 2, …")
+            raise ContextReadyError(f"seed must be an integer of at least 0, but got {self.seed}.")
 
 
 def generate(
@@ -112,7 +112,7 @@ def generate(
     tokenizer: "Tokenizer | None" = None,
     states: "Sequence[State | None] | None" = None,
 ) -> list[Completion]:
-    """Every completion, by prompt and then by sample; the arguments are those of `generate_pieces`."""
+    """All completions, ordered by prompt and sample; the arguments are those of `generate_pieces`."""
     pieces = generate_pieces(engine, prompts, settings, tokenizer=tokenizer, states=states)
     whole = [piece.completion for piece in pieces if piece.completion is not None]
     return sorted(whole, key=lambda completion: (completion.prompt, completion.sample))
@@ -126,11 +126,11 @@ def generate_pieces(
     tokenizer: "Tokenizer | None" = None,
     states: "Sequence[State | None] | None" = None,
 ) -> Iterator[Piece]:
-    """Read each prompt once, go on with every sample of it in a row of its own, and yield the tokens as they come.
+    """Read each prompt once, continue every sample of it in its own row, and yield the tokens as they are chosen.
 
-    The engine's rows are overwritten, those not needed too. With `states[i]`, prompt i is what comes after the tokens
-    that state has read; those are not known here, so the repetition penalty does not see them. Nothing is read before
-    the first piece is asked for.
+    All rows of the engine are overwritten, including unused ones. With `states[i]`, prompt i continues the tokens that
+    this state has read. Those tokens are not known here, so the repetition penalty does not see them. Nothing is read
+    until the first piece is requested.
     """
     samples = settings.samples
     _check_engine(engine, len(prompts), settings)
@@ -144,15 +144,15 @@ def generate_pieces(
         states = [None] * len(ids)
     elif len(states) != len(ids):
         raise ContextReadyError(
-            f"{len(states)} states were given for {len(ids)} prompts; give a state or none for every prompt."
+            f"{len(states)} states were passed for {len(ids)} prompts; pass a state or None for every prompt."
         )
     for prompt, state in zip(ids, states, strict=True):
-        # The last token is chosen and never read.
+        # The last token is chosen but never read.
         check_capacity(
             engine.capacity, (0 if state is None else state.position) + len(prompt) + settings.max_tokens - 1
         )
     if tokenizer is None and settings.stops:
-        raise ContextReadyError("Stop strings are looked for in text; give the model's tokenizer too.")
+        raise ContextReadyError("Stop strings are searched for in text; pass the model's tokenizer too.")
     rows = [
         _Row(
             prompt=i,
@@ -169,7 +169,7 @@ def generate_pieces(
 
 @dataclass(eq=False)
 class _Row:
-    """A completion in the making."""
+    """A completion that is being generated."""
 
     prompt: int
     sample: int
@@ -200,7 +200,7 @@ class _Row:
         return self.pieces[-1]
 
     def completion(self, finish: Finish, state: "State | None", read: ReadInfo) -> Completion:
-        """All of it."""
+        """The finished completion."""
         return Completion(
             prompt=self.prompt,
             sample=self.sample,
@@ -221,7 +221,7 @@ def _run(
     rows: list[_Row],
     settings: GenerationSettings,
 ) -> Iterator[Piece]:
-    """Read the prompts, then step all rows together until the last has finished."""
+    """Read the prompts, then step all rows together until the last one has finished."""
     logits_RV, reads = _read(engine, prompts, states, len(rows) // len(prompts))
     while True:
         for r, row in enumerate(rows):
@@ -229,14 +229,14 @@ def _run(
                 continue
             piece = row.extend(logits_RV[r], settings)
             if piece.finish is not None:
-                # Taken now: from the next step on, this row only keeps the others company.
+                # Take the state now: later steps still feed this row, because all rows step together.
                 state = engine.state(r) if settings.keep_states else None
                 piece = replace(piece, completion=row.completion(piece.finish, state, reads[row.prompt]))
             yield piece
         if all(row.finish is not None for row in rows):
             return
-        # Every step takes a token for every row: a finished row repeats its last, a row without a prompt reads id 0.
-        # Neither runs out of room: no row steps more often than the longest completion needs.
+        # Every step takes a token for every row. A finished row repeats its last one, and a row without a prompt reads
+        # id 0. Neither overflows, because no row steps more often than the longest completion needs.
         logits_RV = engine.step([row.pieces[-1].token for row in rows] + [0] * (engine.rows - len(rows)))
 
 
@@ -246,7 +246,7 @@ def _read(
     states: "Sequence[State | None]",
     samples: int,
 ) -> tuple[Logits, list[ReadInfo]]:
-    """Read each prompt into the first of its rows and copy the state into the others; logits of every row in use."""
+    """Read each prompt into the first of its rows and copy it to the others; returns logits of every row in use."""
     for i, state in enumerate(states):
         engine.load(i * samples, state)
     for row in range(len(prompts) * samples, engine.rows):
@@ -255,34 +255,32 @@ def _read(
     reads = []
     for i, prompt in enumerate(prompts):
         logits_V, read = engine.read(i * samples, prompt)
-        if samples > 1:
-            after = engine.state(i * samples)
-            for row in range(i * samples + 1, (i + 1) * samples):
-                engine.load(row, after)
-        # A copy: the engine may write the next prompt's logits into the same buffer.
+        for row in range(i * samples + 1, (i + 1) * samples):
+            engine.copy_row(i * samples, row)
+        # Copy, because the engine may write the next prompt's logits into the same buffer.
         logits += [logits_V.copy()] * samples
         reads.append(read)
     return np.stack(logits), reads
 
 
 def _check_engine(engine: Engine, prompts: int, settings: GenerationSettings) -> None:
-    """Refuse what this engine cannot generate."""
+    """Refuse requests that this engine cannot serve."""
     samples, logprobs = settings.samples, settings.logprobs
     if prompts == 0:
-        raise ContextReadyError("There is no prompt; give at least one.")
+        raise ContextReadyError("No prompt was given; pass at least one.")
     if logprobs is not None and not (hasattr(logprobs, "__index__") and 0 <= logprobs <= engine.vocab_size):
         raise ContextReadyError(
-            f"The {logprobs} likeliest tokens cannot be given; ask for 0 to {engine.vocab_size}, the whole vocabulary."
+            f"logprobs must be between 0 and {engine.vocab_size}, the size of the vocabulary, but got {logprobs}."
         )
     if prompts * samples > engine.rows:
         raise ContextReadyError(
-            f"Prompts: {prompts}, samples of each: {samples}, so {prompts * samples} rows are needed and this engine "
-            f"has {engine.rows}; ask for fewer or open the engine with more rows."
+            f"The engine has {engine.rows} rows, but {prompts * samples} are needed (prompts: {prompts}, samples per "
+            f"prompt: {samples}); request fewer, or create the engine with more rows."
         )
 
 
 def _as_ids(tokens: Iterable[int]) -> list[int]:
-    """Plain ints, from whatever holds whole numbers."""
+    """Plain ints from any sequence of integers."""
     try:
         return [index(token) for token in tokens]
     except TypeError:
@@ -290,13 +288,13 @@ def _as_ids(tokens: Iterable[int]) -> list[int]:
 
 
 def _mask(ids: list[int], vocab_size: int) -> npt.NDArray[np.bool_]:
-    """Where these ids are."""
+    """A mask over the vocabulary that is true at these ids."""
     mask_V = np.zeros(vocab_size, dtype=np.bool_)
     mask_V[ids] = True
     return mask_V
 
 
 def _all_or_none(items: list[Item | None]) -> list[Item] | None:
-    """The items, or none if they were not asked for: it is the same for every token."""
+    """The items, or None if they were not requested, which is the same for every token."""
     there = [item for item in items if item is not None]
     return there or None

@@ -1,4 +1,4 @@
-"""A generation to be taken up again: a state and the last tokens, in one file."""
+"""Saved sessions: a state and the newest tokens in one file, so that generation can continue later."""
 
 import json
 from collections.abc import Sequence
@@ -11,21 +11,21 @@ from contextready.model.state import State
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """A state, and the newest tokens; the state has read all of them but the last."""
+    """A state and the newest tokens; the state has read all of them except the last."""
 
     state: State
     newest: Sequence[int]
 
     @property
     def unread(self) -> int:
-        """The token to go on with."""
+        """The last token, which the state has not read yet."""
         return self.newest[-1]
 
     def rollback(self, tokens: int) -> "Session":
-        """The session as it was so many tokens ago, exactly."""
+        """The session exactly as it was this many tokens ago."""
         if not 0 <= tokens < len(self.newest):
             raise ContextReadyError(
-                f"This session can be rolled back by 0 to {len(self.newest) - 1} tokens, not {tokens}; "
+                f"This session can be rolled back by at most {len(self.newest) - 1} tokens, but got {tokens}; "
                 "generate it with a larger --history."
             )
         if tokens == 0:
@@ -33,7 +33,7 @@ class Session:
         return Session(self.state.rollback(self.state.position - tokens), self.newest[:-tokens])
 
     def save(self, path: Path) -> None:
-        """Write the session to a file, whole or not at all."""
+        """Write the session to a file, completely or not at all."""
         self.state.save(path, note=json.dumps({"newest": list(self.newest)}))
 
     @classmethod
@@ -46,6 +46,6 @@ class Session:
                 raise ValueError("no token")
         except (ValueError, KeyError, TypeError):
             raise ContextReadyError(
-                f"{path} is a state and not a session; write one with crt generate --save-state."
+                f"{path} is a state but not a session; create one with crt generate --save-state."
             ) from None
         return cls(state, newest)

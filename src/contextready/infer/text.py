@@ -1,4 +1,4 @@
-"""Text as its tokens come: never half a character, never the beginning of a stop string, nothing taken back."""
+"""Incremental text: pieces that never end inside a character or a stop string and are never taken back."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -9,29 +9,29 @@ if TYPE_CHECKING:
     from contextready.data.tokenizer import Tokenizer
 
 UNKNOWN = "\ufffd"
-"""What decoders put where bytes are no character, or not one yet."""
+"""What decoders write for bytes that are not a valid character, or not a complete one yet."""
 PATIENCE = 16
-"""More tokens than this without one whole character at their end are wrong bytes."""
+"""After this many tokens without a complete character at the end, the bytes are invalid."""
 
 
 class IncrementalText:
-    """The text of tokens as they come, up to the stop string that is complete first."""
+    """Turns tokens into text one by one, up to the first complete stop string."""
 
     def __init__(self, tokenizer: "Tokenizer", stops: Sequence[str] = (), after: Sequence[int] = ()) -> None:
-        """`after` are the tokens that came before and are not shown; some tokenizers strip a text's first space."""
+        """`after` holds the preceding tokens, which are not shown; some tokenizers strip the first space of a text."""
         if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
-            raise ContextReadyError("Stop strings must be a list of texts of at least one character each.")
+            raise ContextReadyError("Stop strings must be a list of non-empty strings.")
         self.stopped = False
         self._decoder = _Decoder(tokenizer, after)
         self._stops = tuple(stops)
         self._held = ""
 
     def push(self, token: int) -> str:
-        """The text that can be shown now that this token has come; nothing once a stop string is complete."""
+        """The text that can be shown after this token; empty once a stop string is complete."""
         return "" if self.stopped else self._take(self._decoder.push(token), last=False)
 
     def flush(self) -> str:
-        """The rest: what was held back because it might have become something else."""
+        """The rest of the text, which was held back because it could have become part of something else."""
         return "" if self.stopped else self._take(self._decoder.flush(), last=True)
 
     def _take(self, text: str, last: bool) -> str:
@@ -48,27 +48,27 @@ class IncrementalText:
 
 
 class _Decoder:
-    """Ids to text, each character when its last byte has come.
+    """Decodes ids to text and returns each character when its last byte has arrived.
 
-    The new tokens are decoded behind the few before them (`context`), because a tokenizer may treat the first token
-    of a text otherwise, and the text of those is taken off. `tokenizers.DecodeStream` does likewise, but it is missing
-    from 0.20, and it holds bytes that are no character back for ever.
+    New tokens are decoded together with the few before them (`context`), because a tokenizer may treat the first token
+    of a text differently; the text of the context is then removed. `tokenizers.DecodeStream` does the same, but
+    version 0.20 does not have it, and it holds back invalid bytes forever.
 
-    The pieces together are what decoding all ids at once gives, except for wrong bytes with byte fallback: such a
-    decoder turns the whole run of bytes around a wrong one into UNKNOWN, and the characters shown by then stay.
+    The pieces together equal the decoding of all ids at once, except for invalid bytes with byte fallback. Such a
+    decoder replaces the whole run of bytes around an invalid one with UNKNOWN, but characters already shown stay.
     """
 
     def __init__(self, tokenizer: "Tokenizer", after: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._new: list[int] = []
-        self._given = 0  # characters of the new tokens' text that are out
+        self._given = 0  # characters of the new tokens' text that were already returned
         self._set_context(list(after))
 
     def push(self, token: int) -> str:
-        """The characters that are certain now."""
+        """The characters that are certain after this token."""
         self._new.append(token)
         text = self._text()
-        # All of them are held, not one: with byte fallback every byte of an unfinished character is one.
+        # Hold back all UNKNOWNs at the end: with byte fallback every byte of an incomplete character is one.
         certain = text.rstrip(UNKNOWN)
         piece = certain[self._given :]
         self._given += len(piece)
@@ -80,7 +80,7 @@ class _Decoder:
         return piece
 
     def flush(self) -> str:
-        """The rest, UNKNOWN where it is no whole character."""
+        """The rest, with UNKNOWN for an incomplete character."""
         rest = self._text()[self._given :]
         self._given += len(rest)
         return rest
@@ -88,11 +88,11 @@ class _Decoder:
     def _text(self) -> str:
         """The text of the new tokens."""
         text = self._decode(self._context + self._new)
-        # A wrong byte spoils the whole run with byte fallback, the context's bytes too; the new ones stand alone then.
+        # With byte fallback an invalid byte changes the whole run, even the context; then decode the new ones alone.
         return text[len(self._before) :] if text.startswith(self._before) else self._decode(self._new)
 
     def _cut(self, text: str) -> str:
-        """Let wrong bytes go, if the last token begins anew: a long run of them would be decoded ever again."""
+        """Return invalid bytes if the last token starts afresh, so that a long run is not decoded again and again."""
         head, tail = self._new[:-1], self._new[-1:]
         certain = self._decode(head)
         if certain + self._decode(tail) != text:
@@ -109,5 +109,5 @@ class _Decoder:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of the text that a stop string begins with."""
+    """Length of the longest suffix of the text that is a prefix of the stop string."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

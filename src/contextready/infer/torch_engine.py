@@ -1,4 +1,4 @@
-"""Engines on PyTorch: `eager` and `compiled` step in static buffers, `StateEngine` serves any other backbone."""
+"""PyTorch engines: `eager` and `compiled` step in static buffers; `StateEngine` works with any other backbone."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -19,33 +19,34 @@ from contextready.solve.prefill import PromptReader, buffer_capacity, prefill, r
 from contextready.solve.reading import ReadInfo
 
 CAPACITY_STEP = 256
-"""Buffers are made for a multiple of this many positions, so that engines of nearly the same length compile alike."""
+"""Buffer sizes are multiples of this, so that engines of similar capacity share a compiled graph."""
 
 COMPILED_SHAPES = 1024
-"""Shapes for which steps may be compiled in one process."""
+"""Maximum number of shapes compiled in one process."""
 
 
 def torch_engine(
     model: ContextReady, name: str = "eager", *, rows: int = 1, capacity: int, history: int = 1, **reading: Any
 ) -> Engine:
-    """The engine of this name; a backbone without fixed places for keys and values is stepped by its own cache.
+    """Create an engine by name. A backbone without static buffers is stepped with its own cache.
 
-    Every row can hold `capacity` tokens and be rolled back by `history`; `reading` are settings of `PromptReader`.
+    Every row can hold `capacity` tokens and be rolled back by `history` tokens. `reading` holds settings of
+    `PromptReader`.
     """
     if name not in ("eager", "compiled"):
-        raise ContextReadyError(f"'{name}' is no engine on torch; {nearest(name, ('eager', 'compiled'))}")
+        raise ContextReadyError(f"Unknown torch engine '{name}'; {nearest(name, ('eager', 'compiled'))}")
     if rows < 1 or capacity < 1:
-        raise ContextReadyError(f"An engine needs at least 1 row and capacity for 1 token, not {rows} and {capacity}.")
+        raise ContextReadyError(f"rows and capacity must be at least 1, but got rows={rows} and capacity={capacity}.")
     reader, model = PromptReader(**reading), model.eval()
     if isinstance(model.backbone, Transformer):
         return BufferEngine(model, rows, capacity, history, reader, compiled=name == "compiled")
     if name == "compiled":
-        raise ContextReadyError("This backbone has no fixed places for keys and values to compile for; use eager.")
+        raise ContextReadyError("This backbone has no static buffers to compile for; use the engine eager.")
     return StateEngine(model, rows, capacity, history, reader)
 
 
 class _TorchEngine(ABC):
-    """What both have in common: one state in and out of each row, and how a prompt is read into it."""
+    """What both engines share: a state in and out of each row, and how a prompt is read into it."""
 
     name = "eager"
 
@@ -60,7 +61,7 @@ class _TorchEngine(ABC):
 
     @torch.no_grad()
     def read(self, row: int, tokens: Sequence[int]) -> tuple[Logits, ReadInfo]:
-        """Read a prompt into a row, after what it has read already; logits (V,) after its last token."""
+        """Append a prompt to a row; returns logits (V,) after its last token."""
         check_ids(tokens, self.vocab_size)
         check_capacity(self.capacity, self.position(row) + len(tokens))
         z_11C, info = self._read(row, torch.tensor([list(tokens)], device=self.device))
@@ -68,11 +69,11 @@ class _TorchEngine(ABC):
 
     @abstractmethod
     def _read(self, row: int, tokens_1T: Tensor) -> tuple[Tensor, ReadInfo]:
-        """Read tokens into a row; the last one's z."""
+        """Read tokens into a row; returns z of the last one."""
 
     @abstractmethod
     def position(self, row: int) -> int:
-        """Tokens this row has read."""
+        """Number of tokens that this row has read."""
 
     @abstractmethod
     def state(self, row: int) -> State:
@@ -80,7 +81,11 @@ class _TorchEngine(ABC):
 
     @abstractmethod
     def load(self, row: int, state: State | None) -> None:
-        """Continue a row from a state of one row; none: from before the first token."""
+        """Continue a row from a state with one row; None starts before the first token."""
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Make one row continue from where another is."""
+        self.load(target, self.state(source))
 
     def _checked(self, state: State | None) -> State:
         if state is None:
@@ -91,7 +96,7 @@ class _TorchEngine(ABC):
 
 
 class BufferEngine(_TorchEngine):
-    """Every row in fixed places of one buffer, each at a position of its own: shapes never change."""
+    """All rows in one static buffer, each at its own position, so shapes never change."""
 
     def __init__(
         self, model: ContextReady, rows: int, capacity: int, history: int, reader: PromptReader, compiled: bool = False
@@ -100,7 +105,7 @@ class BufferEngine(_TorchEngine):
         assert isinstance(model.backbone, Transformer)
         self.backbone, window = model.backbone, model.backbone.config.window
         slots = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP if window is None else window - 1 + max(history, 1)
-        # Old positions of a window are overwritten, so such rows never fill up.
+        # A window overwrites its oldest positions, so such rows never fill up.
         self.capacity = None if window is not None else capacity
         with torch.no_grad():
             self.buffer = self.backbone.init_buffer(rows, slots)
@@ -108,17 +113,17 @@ class BufferEngine(_TorchEngine):
             self.positions_B1 = torch.zeros(rows, 1, dtype=torch.int64, device=self.device)
         self.read_tokens = [0] * rows
         self.known = [1] * rows
-        """How many of a row's newest carried vectors are known: one that was rolled back has fewer."""
+        """How many of a row's newest carried vectors are valid; fewer after a rollback."""
         self.name = "compiled" if compiled else "eager"
         self._step: Callable[[Tensor], Tensor] = _captured(self._next) if compiled else self._next_over_used_slots
 
     def position(self, row: int) -> int:
-        """Tokens this row has read."""
+        """Number of tokens that this row has read."""
         return self.read_tokens[row]
 
     @torch.no_grad()
     def step(self, tokens: Sequence[int]) -> Logits:
-        """Read one token in every row; logits (rows, V)."""
+        """Read one token in every row; returns logits (rows, V)."""
         check_step(tokens, self.rows, self.vocab_size)
         check_capacity(self.capacity, max(self.read_tokens) + 1)
         logits_BV = self._step(torch.tensor(tokens, device=self.device)[:, None])
@@ -134,7 +139,7 @@ class BufferEngine(_TorchEngine):
 
     @torch.no_grad()
     def load(self, row: int, state: State | None) -> None:
-        """Continue a row from a state of one row; none: from before the first token."""
+        """Continue a row from a state with one row; None starts before the first token."""
         state = self._checked(state)
         assert isinstance(state.cache, KVCache)
         check_capacity(self.capacity, state.position)
@@ -142,18 +147,18 @@ class BufferEngine(_TorchEngine):
         self._set(row, state.position, state.carried_BRC[0])
 
     def _set(self, row: int, position: int, carried_RC: Tensor) -> None:
-        """Note where a row is and what its newest positions carry over."""
+        """Record the position of a row and the vectors that its newest positions carry over."""
         self.known[row] = known = min(len(carried_RC), self.history + 1)
         self.carried_BRC[row, -known:] = carried_RC[-known:]
         self.positions_B1[row] = position
         self.read_tokens[row] = position
 
     def _read(self, row: int, tokens_1T: Tensor) -> tuple[Tensor, ReadInfo]:
-        """Solve the prompt in the row's own part of the buffer, where its keys and values are to be."""
+        """Solve the prompt inside the row's own part of the buffer, where its keys and values belong."""
         start, T, window = self.read_tokens[row], tokens_1T.shape[1], self.buffer.window
         end, place = start + T, self.buffer.row(row)
         if window is not None:
-            # A window's places are fewer than a prompt's, so it is solved beside them; only the window is copied.
+            # The ring of a window may be shorter than the prompt, so solve in a second buffer and copy the window.
             capacity = buffer_capacity(self.backbone, end, min(T, self.reader.chunk), self.history)
             place = self.backbone.init_buffer(1, capacity)
             place.copy_row(0, self.buffer, row, self.buffer.held(row, start, self.buffer.capacity))
@@ -166,7 +171,7 @@ class BufferEngine(_TorchEngine):
         return solved.z_BTC, solved.info
 
     def _next_over_used_slots(self, tokens_B1: Tensor) -> Tensor:
-        """Step without looking at slots that nothing was ever written to."""
+        """Step without attending to slots that were never written."""
         longest = max(self.read_tokens) + 1
         alone = self.rows == 1 and self.buffer.window is None
         return self._next(tokens_B1, "all" if alone else "held", min(longest, self.buffer.capacity))
@@ -181,7 +186,7 @@ class BufferEngine(_TorchEngine):
 
 
 class StateEngine(_TorchEngine):
-    """Any backbone, by its own cache: one state a row, rows one after the other."""
+    """Works with any backbone through its own cache: one state per row, and rows step one after the other."""
 
     def __init__(self, model: ContextReady, rows: int, capacity: int, history: int, reader: PromptReader) -> None:
         super().__init__(model, rows, capacity, history, reader)
@@ -189,12 +194,12 @@ class StateEngine(_TorchEngine):
             self.states = [model.init_state(1, history) for _ in range(rows)]
 
     def position(self, row: int) -> int:
-        """Tokens this row has read."""
+        """Number of tokens that this row has read."""
         return self.states[row].position
 
     @torch.no_grad()
     def step(self, tokens: Sequence[int]) -> Logits:
-        """Read one token in every row; logits (rows, V)."""
+        """Read one token in every row; returns logits (rows, V)."""
         check_step(tokens, self.rows, self.vocab_size)
         check_capacity(self.capacity, max(state.position for state in self.states) + 1)
         logits = []
@@ -206,11 +211,11 @@ class StateEngine(_TorchEngine):
         return np.stack(logits)
 
     def state(self, row: int) -> State:
-        """The state of a row; states are values, so it is the engine's own."""
+        """The state of a row. States are immutable values, so no copy is needed."""
         return self.states[row]
 
     def load(self, row: int, state: State | None) -> None:
-        """Continue a row from a state of one row; none: from before the first token."""
+        """Continue a row from a state with one row; None starts before the first token."""
         self.states[row] = self._checked(state)
 
     def _read(self, row: int, tokens_1T: Tensor) -> tuple[Tensor, ReadInfo]:
@@ -220,11 +225,11 @@ class StateEngine(_TorchEngine):
 
 
 def _captured(step: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The step as one compiled graph; on CUDA recorded as well, so that a token is one launch."""
+    """The step as one compiled graph, also recorded as a CUDA graph on CUDA, so that a token is one launch."""
     compiled: Callable[[Tensor], Tensor] = torch.compile(step, fullgraph=True, dynamic=False)
 
     def run(tokens_B1: Tensor) -> Tensor:
-        # Engines of one shape share a graph; of how many shapes there may be engines, PyTorch's usual 8 is no limit.
+        # Engines of the same shape share a graph. PyTorch's default limit of 8 shapes is too low for many engines.
         with torch._dynamo.config.patch(recompile_limit=COMPILED_SHAPES):
             return compiled(tokens_B1)
 
@@ -232,7 +237,7 @@ def _captured(step: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 class _Recorded:
-    """A step recorded as a CUDA graph at its second call: the first compiles it."""
+    """A step that is compiled at its first call and recorded as a CUDA graph at its second."""
 
     def __init__(self, step: Callable[[Tensor], Tensor]) -> None:
         self.step, self.calls = step, 0
