@@ -50,11 +50,11 @@ DESCRIPTION = """\
 Train, convert, stream, measure and export context-ready language models.
 
 examples:
-  crt demo                                                a first look, in about three minutes
-  crt data prepare data/mini default --vocab-size 4096    prepare text
-  crt train mini-d1                                       train one context-ready layer on it
-  crt generate runs/mini-d1 "The people of"               continue a prompt
-  crt convert HuggingFaceTB/SmolLM2-135M smollm2-crt      add a correction to a pretrained model
+  crt demo                                                # a first look, in a few minutes
+  crt data prepare data/mini default --vocab-size 4096    # prepare text
+  crt train mini-d1                                       # train one context-ready layer on it
+  crt generate runs/mini-d1 "The people of"               # continue a prompt
+  crt convert HuggingFaceTB/SmolLM2-135M smollm2-crt      # add a correction to a pretrained model
 
 Run crt VERB --help for the examples and options of a verb."""
 
