@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # PIP_CONSTRAINT reaches the isolated build environment too, so the build backend is pinned as well.
 INSTALL := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
 
-.PHONY: help demo test lint slow bench peers graph format clean
+.PHONY: help demo test lint slow bench peers graph docs format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -19,14 +19,17 @@ test: $(VENV)/.dev  ## fast tests
 slow: $(VENV)/.dev  ## tests that take minutes
 	$(BIN)/pytest -m slow
 
-lint: $(VENV)/.dev  ## ruff (lint and format), mypy, and which room may import which
+lint: $(VENV)/.dev  ## ruff (lint and format), mypy, and which package may import which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-graph: $(VENV)/.dev  ## draw the rooms and list their files in docs/architecture.md
+graph: $(VENV)/.dev  ## draw the packages and list their files in docs/architecture.md
 	$(BIN)/python tools/architecture.py
+
+docs: $(VENV)/.docs  ## build the documentation site in site/; broken links and anchors fail
+	$(BIN)/mkdocs build --strict
 
 format: $(VENV)/.dev  ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
@@ -57,6 +60,10 @@ $(VENV)/.dev: $(VENV)/.core
 	$(INSTALL) --editable '.[dev]'
 	@if command -v c++ >/dev/null; then $(INSTALL) --editable '.[ggml]'; \
 	else echo "There is no C++ compiler, so the engine ggml is not built and its tests are skipped."; fi
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.core
+	$(INSTALL) --editable '.[docs]'
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.core
