@@ -1,9 +1,9 @@
-"""What the method costs here, as ratios measured side by side in one run. Ends with one JSON line.
+"""Measures the cost of the method on this machine, as ratios within one run. The last line is one JSON line.
 
-1. A K-pass forward and backward, divided by what the multiply-accumulate count predicts from one pass of the plain
-   transformer of the same depth and width.
-2. A streaming step, divided by its bare matrix products.
-3. `import contextready`, divided by `import torch`.
+1. Time of K passes forward and backward, divided by the prediction from the multiply-accumulate count and from the time
+   of one pass of the plain transformer of the same depth and width.
+2. Time of a streaming step, divided by the time of its matrix products alone.
+3. Time of `import contextready`, divided by the time of `import torch`.
 
     python benchmarks/core.py [--quick]
 """
@@ -26,7 +26,7 @@ PASSES = 5
 
 
 def unroll_cost(layers: int, width: int, batch: int, rounds: int) -> dict[str, float]:
-    """Measured over predicted time of K passes forward and backward."""
+    """Measure K passes forward and backward, and compare the time with the prediction."""
     shape = {"vocab_size": VOCABULARY, "width": width, "layers": layers, "heads": width // 64}
     plain_config, ready_config = ModelConfig(**shape), ModelConfig(**shape, correction="add")
     plain, ready = build_model(plain_config), build_model(ready_config)
@@ -56,7 +56,7 @@ def unroll_cost(layers: int, width: int, batch: int, rounds: int) -> dict[str, f
 
 @torch.inference_mode()
 def step_overhead(layers: int, width: int, steps: int) -> dict[str, float]:
-    """Time per token of the eager streaming step over the time of its matrix products alone."""
+    """Measure the eager streaming step per token, relative to its matrix products alone."""
     config = ModelConfig(VOCABULARY, width, layers, heads=width // 64, correction="add")
     model = build_model(config)
     token_11 = torch.zeros(1, 1, dtype=torch.long)
@@ -85,7 +85,7 @@ def step_overhead(layers: int, width: int, steps: int) -> dict[str, float]:
 
 
 def import_cost(rounds: int) -> dict[str, float]:
-    """Seconds of two fresh interpreters that import torch, and contextready."""
+    """Measure `import torch` and `import contextready`, each in new interpreters."""
 
     def start(module: str) -> Callable[[], object]:
         return lambda: subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
@@ -95,10 +95,10 @@ def import_cost(rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run all three and print them."""
+    """Run all three benchmarks and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--quick", action="store_true", help="one round, one row, the small width: to see it run, not to measure"
+        "--quick", action="store_true", help="one round, one row, the small width: a test run, not a measurement"
     )
     quick = parser.parse_args().quick
     torch.manual_seed(0)

@@ -1,9 +1,9 @@
-"""Time and peak memory of the gradient modes, and the exact gradient against an autograd loop. Ends with one JSON line.
+"""Measures time and peak memory of the gradient modes, and compares the exact gradient with an autograd loop.
 
-Time is in units of one forward of one pass (blocks and correction), beside what the arithmetic predicts; modes take
-turns. Memory is what a process of its own grew by at its peak over three whole steps (weights, gradients, moments,
-activations), beside what `crt plan` says. The C library is told to give freed memory back at once, so that its habits
-are not measured.
+Time is in units of one forward pass (blocks and correction), with the prediction from the arithmetic beside it; the
+modes take turns. Memory is the peak growth of a separate process over three whole steps (weights, gradients, moments,
+activations), with the prediction of `crt plan` beside it. The C library is configured to return freed memory at once,
+so that its caching is not measured. The last line is one JSON line.
 
     python benchmarks/gradients.py [--quick]
 """
@@ -43,14 +43,14 @@ MINIATURE = {"width": 128, "heads": 4, "vocab_size": 4096, "block_size": 128, "b
 
 
 def run_of(mode: str, passes: int, **shape: int) -> RunConfig:
-    """A run in this mode; m=K takes as many adjoint products as passes."""
+    """Settings of a run in this mode; m=K uses as many adjoint products as passes."""
     options = MODES[mode] | ({"adjoint_steps": passes} if mode == "implicit m=K" else {})
     base = {"data": "-", "out": "-", "correction": "add", "passes": passes, "min_passes": None, "precision": "fp32"}
     return build_run(base | shape | options)
 
 
 def step_of(config: RunConfig, model: ContextReady) -> partial[object]:
-    """A forward and backward of one batch."""
+    """Create a function that runs one batch forward and backward."""
     t = config.train
     objective = Objective.for_run(model, t)
     tokens_BT = torch.randint(config.model.vocab_size, (t.batch_size, t.block_size))
@@ -58,13 +58,13 @@ def step_of(config: RunConfig, model: ContextReady) -> partial[object]:
 
 
 def make(config: ModelConfig) -> ContextReady:
-    """A model with random weights."""
+    """Create a model with random weights."""
     torch.manual_seed(0)
     return build_model(config)
 
 
 def predicted(mode: str, passes: int) -> int:
-    """Forward units: 1 a pass, 2 more for each pass the gradient goes back through, 1 an adjoint product."""
+    """Predict forward units: 1 per pass, 2 more per pass that the gradient flows through, 1 per adjoint product."""
     if mode == "bptt":
         return 3
     through = {"unroll": passes, "unroll, recomputed": passes, "truncated J=2": min(2, passes)}.get(mode, 1)
@@ -73,7 +73,7 @@ def predicted(mode: str, passes: int) -> int:
 
 
 def times(shape: dict[str, int], depths: list[int], rounds: int) -> list[dict[str, object]]:
-    """Forward units of a step of each mode and K."""
+    """Measure a step of each mode and K, in forward units."""
     cases = [(mode, k) for mode in MODES for k in (depths if mode != "bptt" else depths[:1])]
     configs = [run_of(mode, k, **shape) for mode, k in cases]
     model = make(configs[0].model)
@@ -93,15 +93,15 @@ def times(shape: dict[str, int], depths: list[int], rounds: int) -> list[dict[st
 
 
 def status(key: str) -> int:
-    """Bytes of this process by the system's account."""
+    """Memory of this process in bytes, as the system reports it."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
 
 
 def grown(mode: str, passes: int, shape: dict[str, int]) -> int:
-    """Bytes this process grows by at its peak over three whole steps."""
+    """Peak growth of this process in bytes over three whole steps."""
     for size in (SMALL | {"layers": 1}, shape):
-        # The small one first: what kernels load when they are first used is not the step's.
+        # The small model runs first, because what kernels load on first use does not belong to the step.
         before = status("VmRSS")
         config = run_of(mode, passes, **size)
         model = make(config.model)
@@ -114,7 +114,7 @@ def grown(mode: str, passes: int, shape: dict[str, int]) -> int:
 
 
 def measure_memory(mode: str, passes: int, shape: dict[str, int]) -> tuple[int, int]:
-    """Measured in a process of its own, and planned."""
+    """Memory of a step in bytes: measured in a separate process, and planned."""
     words = [sys.executable, __file__, "--memory", mode, str(passes), json.dumps(shape)]
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
@@ -122,7 +122,7 @@ def measure_memory(mode: str, passes: int, shape: dict[str, int]) -> tuple[int, 
 
 
 def stream_speed(width: int, batch: int, tokens: int, rounds: int) -> dict[str, float]:
-    """The exact gradient against an autograd loop that joins its caches at every token."""
+    """Compare the exact gradient with an autograd loop that concatenates its caches at every token."""
     model = make(ModelConfig(64, width, 1, heads=4, correction="add"))
     stream, tokens_BT = DifferentiableStream(model), torch.randint(64, (batch, tokens))
 
@@ -137,7 +137,7 @@ def stream_speed(width: int, batch: int, tokens: int, rounds: int) -> dict[str, 
 
 
 def miniature(rounds: int) -> dict[str, float]:
-    """Milliseconds of a step of the small recipes, on average over K = 2 … 5."""
+    """Milliseconds per step of the small recipes, averaged over K = 2 … 5."""
     cases = [(mode, k) for mode in MODES for k in (range(2, 6) if mode != "bptt" else [2])]
     model = make(run_of("unroll", 5, **MINIATURE).model)
     steps = [step_of(run_of(mode, k, **MINIATURE), model) for mode, k in cases]
@@ -147,9 +147,9 @@ def miniature(rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run all and print a line for each case."""
+    """Run all benchmarks and print one line per case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round, small: to see it run, not to measure")
+    parser.add_argument("--quick", action="store_true", help="one round, small models: a test run, not a measurement")
     parser.add_argument("--memory", nargs=3, metavar="X", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory:

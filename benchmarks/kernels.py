@@ -1,9 +1,9 @@
-"""What ggml's matrix-vector products reach here, in memory and in the caches: the roof over the engine ggml.
+"""Measures the speed of ggml's matrix-vector products, from memory and from the caches: the limit of the ggml engine.
 
     python benchmarks/kernels.py
 
-A product of a matrix that only memory holds can be no faster than memory, and no faster than the same product of a
-matrix that the caches hold. The last line is one JSON line.
+The product with a matrix in memory cannot be faster than memory, nor faster than the same product with a matrix in the
+caches. The last line is one JSON line.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ SMALL = (2_048, 1_024)
 
 
 def product(kind: str, shape: tuple[int, int], threads: int) -> tuple[float, float]:
-    """GB/s and GMAC/s of y = W x, the median of many runs."""
+    """GB/s and GMAC/s of y = W x, from the median time of many runs."""
     rows, columns = shape
     number = getattr(ggml, f"GGML_TYPE_{kind.upper()}")
     random = np.random.default_rng(0)
@@ -56,19 +56,19 @@ def product(kind: str, shape: tuple[int, int], threads: int) -> tuple[float, flo
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure all types and print the results."""
     ggml.ggml_cpu_init()
     probe, found = bandwidth_probe(), []
     for threads in (1, 2):
         torch.set_num_threads(threads)
         bandwidth = statistics.median(probe() for _ in range(5)) / 1e9
-        print(f"{threads} threads: memory reads {bandwidth:.1f} GB/s")
+        print(f"{threads} threads: memory bandwidth {bandwidth:.1f} GB/s")
         for kind in BITS:
             (streamed, rate), (_, cached) = product(kind, LARGE, threads), product(kind, SMALL, threads)
             found.append({"threads": threads, "kind": kind, "GB/s": streamed, "GMAC/s": rate, "cached GMAC/s": cached})
             print(
                 f"  {kind:5s} from memory {streamed:5.1f} GB/s = {rate:5.1f} GMAC/s; from the caches {cached:5.1f}; "
-                f"memory alone would allow {bandwidth * 8 / BITS[kind]:5.1f}"
+                f"limit set by memory {bandwidth * 8 / BITS[kind]:5.1f}"
             )
     print(json.dumps({"benchmark": "kernels", "products": found}))
 

@@ -1,4 +1,4 @@
-"""Reading prompts with a trained model: cost against error of the three solvers, greedy continuations, longer prompts.
+"""Measures prompt reading with a trained model: cost and error of the solvers, greedy continuations, long prompts.
 
     python benchmarks/prefill.py runs/wiki-d2-c256 --plot docs/pictures/prefill.png
 
@@ -29,18 +29,22 @@ Point = dict[str, float]
 
 @torch.inference_mode()
 def main() -> None:
-    """Measure and print."""
+    """Run all measurements and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--data", type=Path, help="default: what the model was trained on")
-    parser.add_argument("--tokens", type=int, default=1024, help="length of the prompts")
-    parser.add_argument("--prompts", type=int, default=200, help="prompts whose greedy continuations are compared")
-    parser.add_argument("--new", type=int, default=20, help="tokens of each continuation")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only-curves", action="store_true", help="cost against error alone")
-    parser.add_argument("--lengths", default="128,256,512,1024,2048,4096")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("run", type=Path, help="run or checkpoint")
+    parser.add_argument("--data", type=Path, help="prepared data (default: the data that the model was trained on)")
+    parser.add_argument("--tokens", type=int, default=1024, help="length of the prompts (default: 1024)")
+    parser.add_argument(
+        "--prompts", type=int, default=200, help="number of prompts to continue greedily (default: 200)"
+    )
+    parser.add_argument("--new", type=int, default=20, help="tokens per continuation (default: 20)")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds (default: 5)")
+    parser.add_argument("--only-curves", action="store_true", help="measure only cost against error")
+    parser.add_argument(
+        "--lengths", default="128,256,512,1024,2048,4096", help="prompt lengths to time (default: 128 to 4096)"
+    )
+    parser.add_argument("--threads", type=int, default=2, help="number of threads (default: 2)")
+    parser.add_argument("--plot", type=Path, help="write a plot to this file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
@@ -50,7 +54,7 @@ def main() -> None:
     tokens_1T = torch.from_numpy(row.read(0, options.tokens).astype(np.int64))[None]
     rows, segment = free_tokens(model), segment_length(options.tokens, free_tokens(model))
     print(
-        f"{options.run}: a step of r tokens takes 1 + r / {rows:.1f}; {options.tokens} tokens in segments of {segment}"
+        f"{options.run}: a step of r tokens costs 1 + r / {rows:.1f}; {options.tokens} tokens in segments of {segment}"
     )
 
     curves = cost_against_error(model, tokens_1T, sorted({segment, 2 * segment, segment // 2}), options.rounds)
@@ -77,7 +81,7 @@ def main() -> None:
 def cost_against_error(
     model: ContextReady, tokens_1T: torch.Tensor, segments: list[int], rounds: int
 ) -> dict[str, list[Point]]:
-    """Error of z after each pass and each sweep, against streaming in float64, with arithmetic and time, in turns."""
+    """Measure the error of z after each pass and each sweep, against streaming in float64, with arithmetic and time."""
     T, start = tokens_1T.shape[1], model.init_state(1)
     exact_1TC = _streamed(model.double(), tokens_1T)
     model.float()
@@ -93,20 +97,20 @@ def cost_against_error(
             chunk.sweep(swept, segment)
         return chunk.z_BTC
 
-    contestants: list[tuple[str, int, float, Callable[[], torch.Tensor]]] = []
+    calls: list[tuple[str, int, float, Callable[[], torch.Tensor]]] = []
     for passes in range(2, 15):
         run = partial(unroll, model, tokens_1T, passes, state=start)
-        contestants.append(("jacobi", passes, plain + (passes - 1) * corrected, lambda run=run: run()[0]))
+        calls.append(("jacobi", passes, plain + (passes - 1) * corrected, lambda run=run: run()[0]))
     for segment in segments:
         for count in range(1, 6):
-            # Each sweep leaves out the segments that those before it made exact.
+            # Each sweep skips the segments that earlier sweeps made exact.
             macs = plain + sum(corrected * (1 - swept * segment / T) for swept in range(count))
-            contestants.append((f"sweep L={segment}", count, macs, partial(sweeps, count, segment)))
-    contestants.append(("sequential", 1, corrected, partial(_streamed, model, tokens_1T)))
+            calls.append((f"sweep L={segment}", count, macs, partial(sweeps, count, segment)))
+    calls.append(("sequential", 1, corrected, partial(_streamed, model, tokens_1T)))
 
     found: dict[str, list[Point]] = {}
-    seconds = interleaved_medians([call for *_, call in contestants], rounds, warmups=1)
-    for (name, count, macs, call), taken in zip(contestants, seconds, strict=True):
+    seconds = interleaved_medians([call for *_, call in calls], rounds, warmups=1)
+    for (name, count, macs, call), taken in zip(calls, seconds, strict=True):
         errors_T = (call() - exact_1TC).norm(dim=-1)[0] / exact_1TC.norm(dim=-1).max()
         point = {"number": count, "seconds": taken, "cost": macs / plain, "error": float(errors_T.max())}
         found.setdefault(name, []).append(point | {"mean_error": float(errors_T.mean())})
@@ -116,7 +120,7 @@ def cost_against_error(
 def greedy_continuations(
     model: ContextReady, row: object, tokens: int, prompts: int, new: int, batch: int = 5
 ) -> dict[str, float]:
-    """Of so many prompts, how many go on greedily as after reading them one by one, and what reading cost."""
+    """Count the prompts that continue greedily as after sequential reading, and measure what reading them cost."""
     same: dict[str, float] = {"prompts": prompts, "new": new, "tolerance": TOLERANCE, "identical": 0}
     costs, sweeps = [], []
     for first in range(0, prompts, batch):
@@ -132,7 +136,7 @@ def greedy_continuations(
 
 
 def by_length(model: ContextReady, row: object, length: int, rounds: int) -> list[dict[str, float | str]]:
-    """Every solver with its default tolerance on a prompt of this length; the best of every round is not picked."""
+    """Time every solver with its default tolerance on a prompt of this length (median over rounds)."""
     tokens_1T = torch.from_numpy(row.read(0, length).astype(np.int64))[None]  # type: ignore[attr-defined]
     calls = [lambda solver=solver: prefill(model, tokens_1T, solver=solver) for solver in SOLVERS]
     seconds = interleaved_medians(calls, rounds, warmups=1)
@@ -143,7 +147,7 @@ def by_length(model: ContextReady, row: object, length: int, rounds: int) -> lis
 
 
 def draw(curves: dict[str, list[Point]], longer: list[dict[str, float | str]], out: Path) -> None:
-    """Arithmetic against error, time against error, time against length."""
+    """Plot arithmetic against error, time against error, and time against length."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -179,7 +183,7 @@ def _streamed(model: ContextReady, tokens_1T: torch.Tensor) -> torch.Tensor:
 
 
 def _chunk(model: ContextReady, tokens_1T: torch.Tensor) -> Chunk:
-    """The tokens of a prompt, not solved yet, in a buffer of their own."""
+    """Create a chunk with the tokens of a prompt, not solved yet, in a new buffer."""
     e_1TC = model.backbone.embed(tokens_1T)
     buffer = model.backbone.init_buffer(1, tokens_1T.shape[1])  # type: ignore[attr-defined]
     return Chunk(model, e_1TC, buffer, 0, torch.zeros_like(e_1TC[:, :1]))

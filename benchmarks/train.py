@@ -1,10 +1,10 @@
-"""What training and evaluation cost here, as ratios measured side by side in one run. Ends with one JSON line.
+"""Measures the cost of training and evaluation on this machine, as ratios within one run. The last line is JSON.
 
-1. A training step of the baseline by `Trainer`, against a bare hand-written PyTorch loop with the same modules.
-2. The same step in bf16 against fp32.
-3. A training step of the context-ready model at K = 5 against what the multiply-accumulate count predicts from the
-   baseline's.
-4. Sequential evaluation of a validation set against one parallel pass over it.
+1. A training step of the baseline with `Trainer`, relative to a hand-written PyTorch loop with the same modules.
+2. The same step in bf16, relative to fp32.
+3. A training step of the context-ready model at K = 5, relative to the prediction from the multiply-accumulate count
+   and the baseline's step.
+4. Sequential evaluation of a validation set, relative to one parallel pass over it.
 
     python benchmarks/train.py [--quick]
 """
@@ -36,7 +36,7 @@ PASSES = 5
 
 
 def make_data(folder: Path, train_tokens: int, val_tokens: int) -> Path:
-    """Random ids as prepared data: speed does not depend on what they say."""
+    """Create prepared data from random ids; speed does not depend on their content."""
     rng = np.random.default_rng(0)
     for name, count in (("train", train_tokens), ("val", val_tokens)):
         rng.integers(1, VOCABULARY, count).astype("<u2").tofile(folder / f"{name}.bin")
@@ -46,7 +46,7 @@ def make_data(folder: Path, train_tokens: int, val_tokens: int) -> Path:
 
 
 def settings(data: Path, out: Path, width: int, layers: int, **changes: object) -> RunConfig:
-    """A run of this shape at fp32."""
+    """Settings of a run with this shape in fp32."""
     shape = {"vocab_size": VOCABULARY, "width": width, "layers": layers, "heads": width // 32}
     run = {"data": str(data), "out": str(out), "block_size": TOKENS, "batch_size": 16, "lr": 1e-3}
     run |= {"precision": "fp32", "device": "cpu"}
@@ -54,7 +54,7 @@ def settings(data: Path, out: Path, width: int, layers: int, **changes: object) 
 
 
 def bare_loop(config: RunConfig, data: Path):  # type: ignore[no-untyped-def]
-    """What one would write by hand: the same modules, batch, loss, clipping and optimizer, and nothing else."""
+    """A hand-written training step: the same modules, batch, loss, clipping and optimizer, and nothing else."""
     t = config.train
     model = build_model(config.model)
     matrices = [p for p in model.parameters() if p.dim() >= 2]
@@ -81,7 +81,7 @@ def bare_loop(config: RunConfig, data: Path):  # type: ignore[no-untyped-def]
 
 
 def step_costs(data: Path, folder: Path, width: int, layers: int, rounds: int) -> dict[str, float]:
-    """Baseline against the bare loop, and K = 5 against its prediction, each pair taking turns."""
+    """Compare the baseline with the bare loop, and K = 5 with its prediction; each pair takes turns."""
     plain = settings(data, folder / "plain", width, layers, extra_ffn=True)
     ready = settings(data, folder / "ready", width, layers, correction="add", passes=PASSES, min_passes=None)
     ours, many = Trainer(plain), Trainer(ready)
@@ -102,7 +102,7 @@ def step_costs(data: Path, folder: Path, width: int, layers: int, rounds: int) -
 
 
 def bf16_cost(data: Path, folder: Path, width: int, layers: int, rounds: int) -> dict[str, object]:
-    """The baseline's step in bf16 over fp32."""
+    """Compare the baseline's step in bf16 with fp32."""
     full = settings(data, folder / "full", width, layers, extra_ffn=True)
     half = dataclasses.replace(full, train=dataclasses.replace(full.train, precision="bf16", out=str(folder / "half")))
     slow, fast = interleaved_medians([Trainer(full).step, Trainer(half).step], rounds, warmups=1)
@@ -115,7 +115,7 @@ def bf16_cost(data: Path, folder: Path, width: int, layers: int, rounds: int) ->
 
 
 def sequential_cost(data: Path, config: RunConfig, tokens: int) -> dict[str, float]:
-    """Streaming evaluation of a whole validation set, in parallel passes over the same set."""
+    """Measure sequential evaluation of a validation set, in units of a parallel pass over the same set."""
     model = build_model(config.model).eval()
     windows = Sequences(Data(data, verify=()).tokens("val"), TOKENS)
     count = tokens // TOKENS
@@ -136,9 +136,9 @@ def sequential_cost(data: Path, config: RunConfig, tokens: int) -> dict[str, flo
 
 
 def main() -> None:
-    """Run all four and print them."""
+    """Run all four benchmarks and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round, small: to see it run, not to measure")
+    parser.add_argument("--quick", action="store_true", help="one round, small models: a test run, not a measurement")
     quick = parser.parse_args().quick
     torch.manual_seed(0)
     shapes, rounds, tokens = ([(32, 1)], 1, 2048) if quick else ([(128, 1), (256, 1), (256, 4)], 24, 1 << 20)

@@ -1,14 +1,14 @@
-"""Two versions of this package side by side, in one run: is the newer one as fast? Ends with one JSON line.
+"""Compares the speed of two versions of this package in one run. The last line is one JSON line.
 
     git worktree add ../before TAG && make -C ../before lint     # another checkout with its own .venv
     python benchmarks/versions.py ../before
 
-Each version has a process of its own, with its own environment, that waits for tasks: K-pass forward and backward,
-streaming steps, training steps of every gradient mode, sequential evaluation, engine steps, prompts. The two take turns
-at every task, call by call, so that a slow moment of the machine hits both, and several pairs of processes follow one
-another, because two processes of the very same code can differ by some percent. A ratio above 1 means that this version
-is faster. ggml's tasks run the same code in both, so theirs show what is noise. `import contextready` is timed against
-`import torch` in fresh interpreters.
+Each version runs in its own process and environment and waits for tasks: K passes forward and backward, streaming
+steps, training steps of every gradient mode, sequential evaluation, engine steps, prompts. The two versions take turns
+call by call, so that a slow moment of the machine affects both. Several pairs of processes run one after the other,
+because two processes with identical code can differ by a few percent. A ratio above 1 means that this version is
+faster. The ggml tasks run the same code in both versions, so their ratios show the noise. `import contextready` is
+timed against `import torch` in new interpreters.
 """
 
 import argparse
@@ -25,13 +25,13 @@ HERE = Path(__file__).parent.parent
 V, T, PASSES = 1024, 256, 5
 ROUNDS = 5
 SECONDS = 4.0
-"""A pair repeats a task until both have spent this long on it together, at least for so many rounds."""
+"""A pair repeats a task for about this many seconds in total, and for at least `ROUNDS` rounds."""
 
 Task = Callable[[], object]
 
 
 def tasks(scratch: Path) -> dict[str, Task]:
-    """What to time, by name, with either version's modules; runs in the version's own process."""
+    """The tasks to time, by name; runs in a version's own process, with that version's modules."""
     import numpy as np
     import torch
     import torch.nn.functional as F
@@ -109,7 +109,7 @@ def tasks(scratch: Path) -> dict[str, Task]:
     ids = np.random.default_rng(0).integers(1, V, 64 * T + 1).astype("<u2")
 
     class Split:
-        """As much of prepared data as a score reads."""
+        """The part of prepared data's interface that scoring needs."""
 
         def __len__(self) -> int:
             return len(ids)
@@ -143,7 +143,7 @@ def tasks(scratch: Path) -> dict[str, Task]:
         engine = GgmlEngine(scratch / f"{precision}.gguf", capacity=256, threads=2)
         named[f"ggml {precision}, 32 steps, D=5 C=1120"] = decode(engine, 32)
 
-    # A model that contracts, as trained ones do: large embeddings, a small correction.
+    # A model that contracts, as trained models do: large embeddings and a small correction.
     settled = model_of(2, 256).eval()
     with torch.no_grad():
         settled.backbone.embedding.weight.mul_(20.0)
@@ -167,7 +167,7 @@ def tasks(scratch: Path) -> dict[str, Task]:
 
 
 def work() -> None:
-    """Wait for the names of tasks, and answer with their seconds."""
+    """Wait for names of tasks, run them, and answer with their seconds."""
     import time
 
     import torch
@@ -183,7 +183,7 @@ def work() -> None:
 
 
 class Version:
-    """A process with one version."""
+    """A process that runs one version."""
 
     def __init__(self, checkout: Path) -> None:
         self.python = checkout.resolve() / ".venv" / "bin" / "python"
@@ -196,7 +196,7 @@ class Version:
         return json.loads(self.process.stdout.readline())
 
     def seconds(self, task: str) -> float:
-        """Do a task once."""
+        """Run a task once and return its seconds."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(task) + "\n")
         self.process.stdin.flush()
@@ -208,19 +208,21 @@ class Version:
         self.process.wait()
 
     def import_seconds(self, module: str) -> float:
-        """Import a module in a fresh interpreter, which times it."""
+        """Seconds that a new interpreter takes to import a module."""
         script = f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
         return float(subprocess.run([self.python, "-c", script], check=True, capture_output=True, text=True).stdout)
 
 
 def main() -> None:
-    """Let both versions take turns at every task."""
+    """Let both versions take turns at every task, and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("other", type=Path, nargs="?", help="another checkout, with its own .venv")
-    parser.add_argument("--pairs", type=int, default=4, help="pairs of fresh processes")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of each task and pair, at least")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for each task, about, if that is more rounds")
-    parser.add_argument("--only", default="", help="tasks whose name has this in it")
+    parser.add_argument("other", type=Path, nargs="?", help="another checkout with its own .venv")
+    parser.add_argument("--pairs", type=int, default=4, help="number of pairs of new processes (default: 4)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"minimum rounds per task (default: {ROUNDS})")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help=f"seconds per task and pair, roughly (default: {SECONDS})"
+    )
+    parser.add_argument("--only", default="", help="run only tasks whose name contains this text")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
@@ -230,7 +232,7 @@ def main() -> None:
     times: dict[str, list[float]] = {}
     for pair in range(options.pairs):
         print(f"pair {pair + 1} of {options.pairs}", flush=True)
-        # Which process starts first decides where its memory lies, so the two take turns at that as well.
+        # The order of starting affects where memory is allocated, so the two versions take turns in it too.
         versions = [Version(checkout) for checkout in ((HERE, options.other), (options.other, HERE))[pair % 2]]
         this, other = versions if pair % 2 == 0 else versions[::-1]
         for task in (task for task in this.tasks if task in other.tasks and options.only in task):

@@ -1,4 +1,4 @@
-"""Context-ready models of some families, and what `generate` writes with them."""
+"""Context-ready models of some families, and helpers that call `generate`."""
 
 from functools import lru_cache
 
@@ -12,11 +12,11 @@ T = 7
 """Longer than the windows of 5."""
 OTHERS = tuple(family for family in FAMILIES if family not in FULL)
 PLAIN_DIFFERS = ("gemma2", "opt", "bloom", "falcon", "falcon-alibi")
-"""The plain model itself rounds to float32, reads packed documents together, or cannot use some caches."""
+"""Families whose plain model rounds to float32, mixes packed documents, or cannot use some caches."""
 
 
 def all_in_the_slow_tests(families):
-    """A few families in every run of the tests, the others in the slow one."""
+    """Parametrise over families: a few in every test run, the others only in the slow tests."""
     more = [pytest.param(family, marks=pytest.mark.slow) for family in families if family not in FULL]
     return pytest.mark.parametrize("family", [*FULL, *more])
 
@@ -26,18 +26,18 @@ some_families = all_in_the_slow_tests([family for family in OTHERS if family not
 
 @lru_cache
 def base(family, seed=0):
-    """The plain model: only read, never changed."""
+    """The plain model, which tests must not change."""
     return tiny_lm(family, seed)
 
 
 @lru_cache
 def ready(family):
-    """A context-ready model: only read, never changed."""
+    """A context-ready model, which tests must not change."""
     return tiny_ready(family)
 
 
 def generate(model, tokens, new=8, seed=0, **settings):
-    """What comes after the prompt; never padding, which would be taken for padding when it is read again."""
+    """Continue prompts; suppresses the padding token, which would be masked if it were read again."""
     torch.manual_seed(seed)
     always = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0]}
     return model.generate(tokens, **always | settings)

@@ -1,4 +1,4 @@
-"""Small random models of many families, and what the Hugging Face tests share."""
+"""Small random models of many families, and helpers of the Hugging Face tests."""
 
 import contextlib
 import io
@@ -88,7 +88,7 @@ def tiny_lm(family: str, seed: int = 0, **changes: Any) -> Any:
 
 
 def randomise(model: nn.Module, seed: int = 1, std: float = 0.3) -> None:
-    """Give the correction weights that matter: a fresh one is zero, and every comparison would hold."""
+    """Give the correction random weights; a new correction is zero, so every comparison would succeed."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -97,7 +97,7 @@ def randomise(model: nn.Module, seed: int = 1, std: float = 0.3) -> None:
 
 
 def tiny_ready(family: str, seed: int = 0, **settings: Any) -> ContextReadyForCausalLM:
-    """A small context-ready model whose correction matters, exact to rounding when it reads prompts."""
+    """A small context-ready model with a random correction, which reads prompts exactly up to rounding."""
     model = ContextReadyForCausalLM.wrap(tiny_lm(family, seed), tolerance=0.0, **settings)
     randomise(model)
     return model
@@ -109,18 +109,18 @@ def random_tokens(rows: int = 2, length: int = 9, seed: int = 0) -> Tensor:
 
 
 def gap(a: Tensor, b: Tensor) -> float:
-    """The largest difference of two equally large tensors."""
+    """The largest difference between two tensors of the same shape."""
     assert a.shape == b.shape
     return float((a - b).abs().max())
 
 
 BLOCKS = ("model.layers", "model.decoder.layers", "model.native.layers", "gpt_neox.layers", "transformer.h")
-"""What the families call their blocks, written down here so that the code under test is not asked."""
+"""Names of the blocks in the families, listed here so that the code under test is not used."""
 
 
 @torch.no_grad()
 def oracle(lm: Any, correction: Any, tokens_BT: Tensor) -> Tensor:
-    """Logits of the definition by brute force: x_t from z_{t-1}, then the plain model on all x so far, uncached."""
+    """Logits by definition: x_t from z_{t-1}, then the plain model on all x so far, without a cache."""
     seen: dict[str, Tensor] = {}
     last_block = next(part[-1] for name, part in lm.named_modules() if name in BLOCKS)
     handle = last_block.register_forward_hook(
@@ -139,11 +139,11 @@ def oracle(lm: Any, correction: Any, tokens_BT: Tensor) -> Tensor:
 
 
 KNOWN = 300
-"""Tokens of a tokenizer that knows every byte and a little more."""
+"""Vocabulary size of a small tokenizer: all bytes and a few more tokens."""
 
 
 def train_tokenizer(folder: Path) -> Any:
-    """A small byte-level tokenizer, as transformers opens it."""
+    """A small byte-level tokenizer, loaded with transformers."""
     from train_helpers import WORDS
     from transformers import PreTrainedTokenizerFast
 
@@ -157,14 +157,14 @@ def train_tokenizer(folder: Path) -> Any:
 
 
 def save(folder: Path, lm: Any, tokenizer: Any) -> Path:
-    """A folder of Hugging Face with a model and its tokenizer."""
+    """A Hugging Face folder with a model and its tokenizer."""
     lm.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
 def refused(capsys: Any, *arguments: Any) -> str:
-    """A command that ends with one sentence and the exit code 2; returns what it said."""
+    """A command that ends with one sentence and exit code 2; returns the sentence."""
     from contextready.cli.main import main
 
     capsys.readouterr()
@@ -172,13 +172,14 @@ def refused(capsys: Any, *arguments: Any) -> str:
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith(f"crt {arguments[0]}: ")
-    assert said.err.endswith((".\n", "?\n", "…\n"))
+    # A sentence, or one that ends with the command to run next.
+    assert said.err.endswith((".\n", "?\n", "…\n")) or re.search(r": (crt|pip) [^.]", said.err), said.err
     assert said.err.count("\n") == 1
     return str(said.err)
 
 
 def refused_conversion(capsys: Any, tmp_path: Path, source: Any, *options: Any) -> str:
-    """One sentence, and nothing was written, not even for a while."""
+    """A refused conversion writes nothing."""
     before = sorted(path.name for path in tmp_path.iterdir())
     said = refused(capsys, "convert", source, tmp_path / "out", *options)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
@@ -186,7 +187,7 @@ def refused_conversion(capsys: Any, tmp_path: Path, source: Any, *options: Any) 
 
 
 def crt(*words: Any) -> str:
-    """A command that goes well; returns what it printed."""
+    """A command that succeeds; returns what it printed."""
     from contextready.cli.main import main
 
     out = io.StringIO()
@@ -196,12 +197,12 @@ def crt(*words: Any) -> str:
 
 
 def generated(folder: Path) -> str:
-    """What `crt generate` writes with a model."""
+    """The text that `crt generate` writes with a model."""
     return crt("generate", folder, "river stone", "--max-tokens", "8", "--seed", "3")
 
 
 def code_of_card(folder: Path) -> str:
-    """The Python of a folder's README, to be run from anywhere."""
+    """The Python code in a folder's README, adapted so that it runs from anywhere."""
     (block,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.S)
     assert 'folder = "."' in block
     return str(block).replace('folder = "."', f"folder = {str(folder)!r}")
@@ -216,16 +217,16 @@ TEXTS = [
     "",
     "0" * 40,
 ]
-"""What a tokenizer must not lose."""
+"""Texts that a tokenizer must preserve."""
 
 
 def some_tokens(rows: int = 2, length: int = 9) -> Tensor:
-    """Tokens that the small tokenizer knows."""
+    """Random tokens from the vocabulary of the small tokenizer."""
     return torch.randint(KNOWN, (rows, length), generator=torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()
 def logits(model: Any, tokens: Tensor, **settings: Any) -> Tensor:
-    """What a model says, without gradients."""
+    """The logits of a model, without gradients."""
     found: Tensor = model(tokens, **settings).logits
     return found

@@ -1,4 +1,4 @@
-"""A short training by transformers' Trainer, and what came of it."""
+"""Short training runs with transformers' Trainer, and helpers to inspect them."""
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ def settings(out, **more):
 
 
 def rows(count=8, masked=False):
-    """Sequences to train on; masked: of unlike numbers of labels."""
+    """Training sequences; with `masked`, their numbers of labels differ."""
     tokens = random_tokens(count, T)
     labels = tokens.clone()
     if masked:
@@ -40,7 +40,7 @@ def rows(count=8, masked=False):
 
 
 def trained(model, out, data=None, passes=5, resume=None, **more):
-    """Train a model; the trainer."""
+    """Train a model; returns the trainer."""
     callbacks = [] if passes is None else [RandomPasses(passes)]
     trainer = HFTrainer(model=model, args=settings(out, **more), train_dataset=data or rows(), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume)
@@ -61,6 +61,6 @@ def changed(before, after):
 
 
 def drawn(steps, min_passes=2, passes=5, seed=42):
-    """The documented sequence: uniform, from the seed, the step and the letter K."""
+    """The documented sequence of K: uniform draws, seeded with the seed, the step and the letter K."""
     draws = (np.random.default_rng((seed, step, ord("K"))) for step in steps)
     return [int(draw.integers(min_passes, passes, endpoint=True)) for draw in draws]

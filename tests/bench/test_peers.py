@@ -1,4 +1,4 @@
-"""The peers are real models of the shape they are given, and report what they read and how long it took."""
+"""Models in other programs have the requested shape, and report what they read and how long it took."""
 
 import contextlib
 import sys
@@ -35,14 +35,14 @@ def weights_of(model, shape):
             continue
         _, _, layer, part = name.split(".", 3)
         if part in ("self_attn.q_proj", "self_attn.k_proj"):
-            # transformers turns row j of a head with row j + half; llama.cpp turns neighbours.
+            # transformers rotates row j of a head with row j + half; llama.cpp rotates neighbours.
             halves = weight.reshape(shape.heads, 2, -1, shape.width)
             weight = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(shape.width, shape.width))
         yield f"blk.{layer}.{names[part]}.weight", weight
 
 
 def randomised(shape):
-    """A peer whose every weight matters: norms are no ones, matrices large enough for attention to be sharp."""
+    """A peer whose every weight matters: norms differ from 1, and large matrices make attention sharp."""
     peer = HuggingFacePeer(shape)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -98,7 +98,7 @@ def test_llama_cpp_reports_a_time_for_each_token(precision):
     pytest.importorskip("llama_cpp")
     pytest.importorskip("gguf")
     with contextlib.closing(LlamaCppPeer(SHAPE, precision, capacity=256)) as peer:
-        for _ in range(2):  # a second stream starts from nothing
+        for _ in range(2):  # a second stream starts from an empty cache
             seconds = peer.decode(context=5, new=3)
             assert len(seconds) == 3
             assert min(seconds) > 0
@@ -119,7 +119,7 @@ def test_llama_cpp_reads_all_of_its_weights_but_the_embedding(precision, bits, t
 
 @pytest.mark.parametrize("heads", [2, 4])
 def test_both_compute_the_same_model(heads, tmp_path):
-    """The file is a real model of the shape: with the same weights, the same logits and the same greedy tokens."""
+    """The file is a real model of this shape: the same weights give the same logits and the same greedy tokens."""
     pytest.importorskip("transformers")
     llama_cpp = pytest.importorskip("llama_cpp")
     pytest.importorskip("gguf")
@@ -140,7 +140,7 @@ def test_both_compute_the_same_model(heads, tmp_path):
         weights = weights_of(theirs.model, shape)
         with contextlib.closing(LlamaCppPeer(shape, "f32", capacity=256, weights=weights)) as ours:
             expected, _ = theirs.generate(prompt, 20)
-            assert len(set(expected)) > 5  # no constant, which a wrong model could repeat too
+            assert len(set(expected)) > 5  # not a constant, which a wrong model could produce too
             assert ours.generate(prompt, 20)[0] == expected
             assert ours.generate(prompt, 20)[0] == expected
 
@@ -165,21 +165,21 @@ def test_a_prompt_longer_than_a_batch_is_read_whole(monkeypatch):
 )
 def test_a_missing_package_is_named(module, make, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ContextReadyError, match=rf"the package {module}; install .*contextready\[bench\]"):
+    with pytest.raises(ContextReadyError, match=rf"package {module} is not installed; .*pip install"):
         make()
 
 
 def test_a_missing_gguf_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ContextReadyError, match=r"the package gguf; install .*contextready\[bench\]"):
+    with pytest.raises(ContextReadyError, match=r"package gguf is not installed; .*pip install"):
         write_gguf(tmp_path / "model.gguf", SHAPE, "f32", [])
 
 
 @pytest.mark.parametrize(
     ("shape", "precision", "words"),
     [
-        (SHAPE, "q5_1", "choose one of f32, f16, q8_0, q4_0"),
-        (SHAPE._replace(width=68), "q8_0", "choose a multiple of 32"),
+        (SHAPE, "q5_1", "choose one of: f32, f16, q8_0, q4_0"),
+        (SHAPE._replace(width=68), "q8_0", "needs a multiple of 32"),
         (SHAPE._replace(heads=3), "f32", "not divisible by heads=3"),
     ],
 )
@@ -194,7 +194,7 @@ def test_weights_of_another_shape_are_refused(tmp_path):
     path = tmp_path / "model.gguf"
     with pytest.raises(ContextReadyError, match="is not a weight of"):
         write_gguf(path, SHAPE, "f32", random_weights(SHAPE._replace(width=32)))
-    with pytest.raises(ContextReadyError, match="is missing from the weights"):
+    with pytest.raises(ContextReadyError, match="are missing: blk"):
         write_gguf(path, SHAPE._replace(layers=3), "f32", random_weights(SHAPE))
 
 
@@ -202,9 +202,9 @@ def test_a_stream_that_has_no_room_is_refused():
     pytest.importorskip("llama_cpp")
     pytest.importorskip("gguf")
     with contextlib.closing(LlamaCppPeer(SHAPE, "f32", capacity=16)) as peer:
-        with pytest.raises(ContextReadyError, match="room for 16; make it with a larger capacity"):
+        with pytest.raises(ContextReadyError, match="room for 16 tokens, but 22 are needed; create it with a larger"):
             peer.decode(context=10, new=10)
-        with pytest.raises(ContextReadyError, match="both must be at least 1"):
+        with pytest.raises(ContextReadyError, match="must be at least 1, but got 10 and 0"):
             peer.decode(context=10, new=0)
         with pytest.raises(ContextReadyError, match="out of range"):
             peer.generate([SHAPE.vocab_size], 1)

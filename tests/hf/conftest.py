@@ -1,4 +1,4 @@
-"""A small Llama on disk, and what `crt convert` makes of it."""
+"""A small Llama on disk, and the same model after `crt convert`."""
 
 import pytest
 from hf_helpers import KNOWN, crt, save, tiny_lm, train_tokenizer
@@ -11,12 +11,12 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, tokenizer):
-    """A small Llama on disk: only read, never changed."""
+    """A small Llama on disk, which tests must not change."""
     return save(tmp_path_factory.mktemp("base"), tiny_lm("llama", vocab_size=KNOWN).float(), tokenizer)
 
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory, base):
-    """What the command made of it, and what it said."""
+    """The converted folder, and what the command printed."""
     out = tmp_path_factory.mktemp("converted") / "converted"
     return out, crt("convert", base, out)

@@ -1,4 +1,4 @@
-"""Caches of transformers that carry z: handed in, reordered, pickled, cropped, refused."""
+"""Caches of transformers that carry z: passed in, reordered, pickled, cropped, refused."""
 
 import copy
 import pickle
@@ -105,7 +105,7 @@ def test_cropping_more_than_is_remembered_is_refused():
     cache = model(tokens[:, :-1], use_cache=True).past_key_values
     model(tokens[:, -1:], past_key_values=cache)
     with pytest.raises(
-        ContextReadyError, match="33 tokens cannot be cropped from a cache that remembers z of the newest 33"
+        ContextReadyError, match="Cannot crop 33 tokens from a cache that keeps z of only the newest 33"
     ):
         cache.crop(-HISTORY - 1)
 

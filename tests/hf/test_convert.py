@@ -87,12 +87,12 @@ def test_its_cost_is_counted_by_hand(converted):
     correction = 32 * 4 * 32 + 4 * 32 * 32
     macs = 2 * block_matrices + 300 * 32
     expected = {
-        "parameters of the model": f"{model:,}",
-        "parameters of the correction": f"{correction + 32:,} (+{100 * (correction + 32) / model:.2f}%)",
-        "FLOPs per token of the model (multiply-accumulates, attention scores left out)": f"{macs:,}",
-        "FLOPs per token of the correction": f"{correction:,} (+{100 * correction / macs:.2f}%)",
-        "KV cache per token, as before": f"{2 * 2 * 2 * 8 * 4} bytes",
-        "carried besides by a stream (z)": f"{32 * 4} bytes",
+        "model parameters": f"{model:,}",
+        "correction parameters": f"{correction + 32:,} (+{100 * (correction + 32) / model:.2f}%)",
+        "model FLOPs per token (multiply-accumulates, without attention scores)": f"{macs:,}",
+        "correction FLOPs per token": f"{correction:,} (+{100 * correction / macs:.2f}%)",
+        "KV cache per token (unchanged)": f"{2 * 2 * 2 * 8 * 4} bytes",
+        "additional state per stream (z)": f"{32 * 4} bytes",
     }
     *lines, last = said.splitlines()
     assert dict(line.split(": ") for line in lines) == expected
@@ -101,6 +101,40 @@ def test_its_cost_is_counted_by_hand(converted):
     for name, value in expected.items():
         assert f"| {name} | {value} |" in card
     assert sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(out).parameters()) == model + correction + 32
+
+
+def test_json_has_the_same_costs(base, tmp_path):
+    block_matrices = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48
+    correction = 32 * 4 * 32 + 4 * 32 * 32
+    assert json.loads(crt("convert", base, tmp_path / "out", "--json")) == {
+        "out": str(tmp_path / "out"),
+        "format": "hugging_face",
+        "costs": {
+            "model_parameters": 2 * 300 * 32 + 2 * (block_matrices + 2 * 32) + 32,
+            "correction_parameters": correction + 32,
+            "model_macs_per_token": 2 * block_matrices + 300 * 32,
+            "correction_macs_per_token": correction,
+            "kv_bytes_per_token": 2 * 2 * 2 * 8 * 4,
+            "carried_bytes": 32 * 4,
+        },
+        "training": None,
+    }
+
+
+def test_json_of_a_run_has_its_perplexity(runs, tmp_path):
+    for name in ("add", "plain", "streamed"):
+        progress = open_checkpoint(runs / "runs" / name).progress
+        found = json.loads(crt("convert", runs / "runs" / name, tmp_path / name, "--json"))
+        assert found["training"] == {
+            "step": 2,
+            "tokens": 128,
+            "best_step": progress.best_step,
+            "best_perplexity": pytest.approx(np.exp(progress.best_loss)),
+            "passes": {"add": 3, "plain": 1, "streamed": None}[name],
+        }
+        assert (found["costs"] is None) == (name == "plain")
+    back = json.loads(crt("convert", tmp_path / "add", tmp_path / "back", "--json"))
+    assert back == {"out": str(tmp_path / "back"), "format": "checkpoint", "costs": None, "training": None}
 
 
 def test_the_code_of_its_card_runs(converted, capsys):
@@ -148,7 +182,7 @@ def test_push_to_hub_is_inherited_and_saves_the_same(converted, tmp_path):
 def test_the_type_of_the_weights_is_kept(tmp_path, tokenizer, dtype):
     save(tmp_path / "base", tiny_lm("llama-tied", vocab_size=KNOWN).to(dtype), tokenizer)
     said = crt("convert", tmp_path / "base", tmp_path / "out")
-    assert f"KV cache per token, as before: {2 * 2 * 2 * 8 * 2} bytes\n" in said
+    assert f"KV cache per token (unchanged): {2 * 2 * 2 * 8 * 2} bytes\n" in said
     from safetensors.torch import load_file
 
     assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {dtype}

@@ -74,7 +74,7 @@ def without_package(cache, tasks):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """A run without correction, as a folder of Hugging Face."""
+    """A run without correction, as a Hugging Face folder."""
     return converted_run(tmp_path_factory.mktemp("plain"), correction=None)
 
 

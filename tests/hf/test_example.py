@@ -119,7 +119,7 @@ def test_example_trains_evaluates_and_saves(example, place, tmp_path, capsys, tu
     assert said == pytest.approx([loss_before, loss], abs=1e-3)
     perplexities = [float(number) for number in re.findall(r"perplexity ([\d.]+\d)", card)]
     assert perplexities == pytest.approx(np.exp(said), rel=1e-3)
-    assert ("context-ready" in card) == (not control)
+    assert ("# Context-ready language model" in card) == (not control)
     assert f"After: loss {said[1]:.4f}" in capsys.readouterr().out
 
 
@@ -127,7 +127,7 @@ def test_example_by_its_command_line(example, place, tmp_path, capsys):
     arguments = [str(place / "plain"), str(place / "text.jsonl")]
     example.main([*arguments, str(tmp_path / "out"), "--tune", "correction", "--steps", "2"])
     assert is_pretrained(tmp_path / "out")
-    assert "Trained: tune=correction, 2 updates." in capsys.readouterr().out
+    assert "Training: tune=correction, 2 updates." in capsys.readouterr().out
     for wrong in ([str(tmp_path / "out")], [str(tmp_path / "new"), "--control", "--tune", "correction"]):
         with pytest.raises(SystemExit):
             example.main([*arguments, *wrong])

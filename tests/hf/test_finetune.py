@@ -2,14 +2,14 @@
 
 import json
 import shutil
-import sys
 
 import pytest
 import torch
 from distributed_helpers import assert_equal_tensors, do_together, everything, went_well
-from hf_helpers import KNOWN, crt, randomise, refused, save, some_tokens, tiny_lm, train_tokenizer
-from train_helpers import make_data, sums
+from hf_finetune_helpers import arguments, make_place
+from hf_helpers import KNOWN, crt, randomise, refused, some_tokens
 from train_helpers import metrics as metrics_of
+from train_helpers import sums
 from transformers import AutoModelForCausalLM
 
 import contextready.hf.modeling  # noqa: F401  (registers its classes)
@@ -27,23 +27,6 @@ pytest.importorskip("peft")
 # Said by peft of every layer of GPT-2, and it does as it says.
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
 
-WORDS = {
-    "block_size": 16,
-    "batch_size": 4,
-    "steps": 4,
-    "passes": 3,
-    "warmup": 1,
-    "lr": 1e-2,
-    "weight_decay": 0.1,
-    "schedule": "constant",
-    "eval_every": 2,
-    "eval_tokens": 256,
-    "save_every": 1,
-    "keep": 9,
-    "log_every": 1,
-    "precision": "fp32",
-    "device": "cpu",
-}
 TUNES = {
     "all": {},
     "correction": {"tune": "correction"},
@@ -66,13 +49,8 @@ every_run = pytest.mark.parametrize("name", TUNES)
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Pretrained models on disk, and data made with their tokenizer."""
-    place = tmp_path_factory.mktemp("finetune")
-    tokenizer = train_tokenizer(place / "tokenizer")
-    for name, family in (("llama", "llama"), ("tied", "llama-tied"), ("gpt2", "gpt2")):
-        save(place / name, tiny_lm(family, vocab_size=KNOWN).float(), tokenizer)
-    make_data(place / "corpus", tokenizer=str(place / "llama"))
-    return place
+    """Pretrained models on disk, and data prepared with their tokenizer."""
+    return make_place(tmp_path_factory.mktemp("finetune"))
 
 
 @pytest.fixture(scope="module")
@@ -94,14 +72,6 @@ def folders(place, runs):
     for name in TUNES:
         crt("convert", runs / name, place / "folders" / name)
     return place / "folders"
-
-
-def arguments(place, out, **changes):
-    """The words of a training."""
-    settings = {"pretrained": "llama", "data": place / "corpus" / "data", "out": out} | WORDS | changes
-    if not str(settings["pretrained"]).startswith("/"):
-        settings["pretrained"] = place / settings["pretrained"]
-    return ["train", "convert", *(f"{key}={value}" for key, value in settings.items())]
 
 
 def base_of(place, name):
@@ -289,88 +259,6 @@ def test_gradients_are_those_of_transformers_own_loss(place, gradient, recompute
     assert float(found.mean) == pytest.approx(float(loss.detach()), rel=1e-6)
     for key, p in model.named_parameters():
         torch.testing.assert_close(p.grad, expected[key], rtol=1e-4, atol=1e-7, msg=key)
-
-
-# What is refused.
-
-
-REFUSED = {
-    "nothing to train": (
-        {"tune": "correction", "correction": "none", "passes": 1},
-        "tune=correction with correction=none leaves nothing to train",
-    ),
-    "rank of nothing": ({"lora_rank": 4}, "lora_rank=4 is for tune=lora"),
-    "no rank": ({"tune": "lora", "lora_rank": 0}, "lora_rank=0 is too small"),
-    "its own shape": ({"width": 64}, "width=64 is the pretrained model's own"),
-    "its own vocabulary": ({"vocab_size": 300}, "vocab_size=300 is the pretrained model's own"),
-    "unknown tune": ({"tune": "lor"}, "tune=lor is unknown"),
-    "no such folder": ({"pretrained": "no/such/place"}, "There is no model at"),
-    "tied": ({"correction": "tied", "correction_init": "random"}, "needs this package's own transformer"),
-    "block_head at zero": ({"correction": "block_head"}, "no output layer of its own to start at zero"),
-    "passes of nothing": ({"correction": "none", "passes": 3}, "passes=3 needs a correction"),
-    "gradient of nothing": (
-        {"correction": "none", "passes": 1, "gradient": "bptt"},
-        "gradient=bptt needs a correction",
-    ),
-    "unknown setting": ({"lora_ran": 3}, "Unknown setting 'lora_ran'"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_makes_no_sense_is_refused(place, tmp_path, capsys, case):
-    changes, why = REFUSED[case]
-    assert why in refused(capsys, *arguments(place, tmp_path / "run", **changes))
-    assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-def test_the_control_needs_no_more_than_correction_none(place, tmp_path):
-    words = [word for word in arguments(place, tmp_path / "run", correction="none") if not word.startswith("passes=")]
-    crt(*words)
-
-
-def test_data_of_another_tokenizer_is_refused(place, tmp_path, capsys):
-    other = make_data(tmp_path / "other", vocab_size=290)
-    said = refused(capsys, *arguments(place, tmp_path / "run", data=other))
-    assert "was not made with the tokenizer of" in said
-    assert f"crt data prepare --tokenizer {place / 'llama'}" in said
-
-
-def test_settings_of_pretrained_models_need_one(tmp_path, data, capsys):
-    said = refused(capsys, "train", "mini-d1", f"data={data}", f"out={tmp_path / 'run'}", "tune=all")
-    assert "tune=all is for a pretrained model; name one with pretrained=FOLDER" in said
-
-
-@pytest.mark.parametrize("correction", ["blind", "none"])
-def test_a_trained_correction_of_another_kind_is_not_thrown_away(place, folders, tmp_path, capsys, correction):
-    changes = {"correction": correction} | ({"passes": 1} if correction == "none" else {})
-    said = refused(capsys, *arguments(place, tmp_path / "run", pretrained=folders / "all", **changes))
-    assert "has a trained correction of the kind add; set correction=add" in said
-
-
-def test_other_commands_say_that_it_is_not_theirs(place, runs, tmp_path, capsys):
-    plan = ["plan", *arguments(place, tmp_path / "run")[1:]]
-    assert "crt plan is for this package's own models" in refused(capsys, *plan)
-    pytest.importorskip("gguf")
-    said = refused(capsys, "export", runs / "all", tmp_path / "x.gguf")
-    assert "holds a pretrained model of Hugging Face" in said
-    assert "crt convert" in said
-    said = refused(capsys, *arguments(place, tmp_path / "run", init_from=runs / "all"))
-    assert "holds a pretrained model of Hugging Face" in said
-    assert not (tmp_path / "x.gguf").exists()
-
-
-def test_a_dry_run_prints_the_cost(place, tmp_path):
-    said = json.loads(crt(*arguments(place, tmp_path / "run", tune="lora"), "--dry-run"))
-    assert said["model"]["tune"] == "lora"
-    assert said["cost"]["parameters"] > 34_720 + 8_224
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("package", ["transformers", "peft"])
-def test_a_missing_package_is_named(place, tmp_path, capsys, monkeypatch, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    said = refused(capsys, *arguments(place, tmp_path / "run", tune="lora"))
-    assert f"This needs the package {package}; install it with: pip install 'contextready[hf]'" in said
 
 
 # Two processes.

@@ -83,9 +83,9 @@ def test_random_passes_reach_through_wrappers(tmp_path):
 
 
 def test_random_passes_refuse_what_they_are_not_for(tmp_path):
-    with pytest.raises(ContextReadyError, match="min_passes=3 must be from 1 to passes=2"):
+    with pytest.raises(ContextReadyError, match="but got min_passes=3, passes=2"):
         RandomPasses(2, min_passes=3)
-    with pytest.raises(ContextReadyError, match="LlamaForCausalLM is none"):
+    with pytest.raises(ContextReadyError, match="needs a context-ready model, but got LlamaForCausalLM"):
         trained(tiny_lm("llama"), tmp_path)
 
 

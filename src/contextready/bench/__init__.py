@@ -1,4 +1,4 @@
-"""How fast models generate, beside other programs and what the memory allows.
+"""Benchmarks: how fast models generate, compared with other programs and with the memory bandwidth.
 
-May import infer, runs and what is under them; not hf or pointer.
+May import infer, runs and the packages below them, but not hf or pointer.
 """

@@ -1,4 +1,4 @@
-"""The models of a benchmark: opened or made with random weights, how they read prompts, what they hold."""
+"""The models of a benchmark: loaded or created with random weights; prompt reading and memory are measured here."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -9,8 +9,8 @@ import torch
 
 from contextready.data.shards import Data
 from contextready.errors import ContextReadyError
+from contextready.infer.engine import EXPORTED
 from contextready.infer.ggml.file import read_gguf
-from contextready.infer.open import EXPORTED
 from contextready.model.config import ModelConfig
 from contextready.model.context_ready import ContextReady, build_model
 from contextready.model.cost import Account, account
@@ -20,7 +20,7 @@ from contextready.settings import build_settings
 from contextready.solve.prefill import SOLVERS, prefill
 
 LONGEST_TEXT = 2**16
-"""Tokens of real text that are kept to read from."""
+"""Largest number of tokens of real text that are kept as prompts."""
 
 
 class BenchModel(NamedTuple):
@@ -29,13 +29,13 @@ class BenchModel(NamedTuple):
     label: str
     account: Account
     model: ContextReady | Path
-    """The model, or the file it was exported to."""
+    """The model, or an exported file."""
     text: torch.Tensor | None
-    """Ids of real text to read, where the model was trained on some that is still there."""
+    """Token ids of real text to read, if the model's training data is still available."""
 
 
 def open_models(words: Sequence[str]) -> list[BenchModel]:
-    """Runs, checkpoints and exported files; models of the paper by name, or `key=value`, with random weights."""
+    """Open runs, checkpoints and exported files; paper models and `key=value` models get random weights."""
     paths = [word for word in words if Path(word).is_dir()]
     files = [word for word in words if Path(word).suffix == EXPORTED]
     named = [word for word in words if word not in (*paths, *files)]
@@ -55,7 +55,7 @@ def open_models(words: Sequence[str]) -> list[BenchModel]:
 
 
 def measure_prefill(one: BenchModel, lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """Every solver on prompts of these lengths: time, arithmetic, certificate; nothing of a transformer or a file."""
+    """Time every solver on prompts of these lengths; returns nothing for a transformer or an exported file."""
     if isinstance(one.model, Path) or not one.model.is_recurrent:
         return []
     records = []
@@ -74,7 +74,7 @@ def measure_prefill(one: BenchModel, lengths: Sequence[int]) -> list[dict[str, A
 
 
 def memory_record(one: BenchModel, context: int) -> dict[str, Any]:
-    """Weights and state of a model, in bytes."""
+    """Memory of a model's weights and state, as plain values for JSON."""
     return {
         "label": one.label,
         "context": context,
@@ -85,7 +85,7 @@ def memory_record(one: BenchModel, context: int) -> dict[str, Any]:
 
 
 def _text(folder: str) -> torch.Tensor | None:
-    """Validation ids of prepared data, if the data is still there."""
+    """Token ids of the validation data, if the data is still available."""
     try:
         tokens = Data(Path(folder), verify=[]).tokens("val")
     except ContextReadyError:

@@ -1,6 +1,6 @@
-"""The peers of the decode benchmark: random models of a transformer's shape in transformers and in llama.cpp.
+"""Other programs in the decode benchmark: random Llama models with a transformer's shape in transformers and llama.cpp.
 
-Both are Llama models, which is what both programs are tuned for: gated MLP, RMS norms, rotary positions, untied head.
+Both programs are optimised for Llama models: gated MLP, RMS norms, rotary positions, untied head.
 """
 
 import ctypes
@@ -24,9 +24,9 @@ Weights = Iterable[tuple[str, npt.NDArray[np.float32]]]
 
 PRECISIONS = ("f32", "f16", "q8_0", "q4_0")
 
-_BLOCK = 32  # weights that share a scale in Q8_0 and Q4_0; a row is a whole number of them
-_WARM_UP = 2  # steps after the prompt that are made and not reported: they allocate and fill caches
-_BATCH = 512  # tokens of a prompt that llama.cpp reads at once; its own default
+_BLOCK = 32  # weights that share a scale in Q8_0 and Q4_0; row lengths are multiples of it
+_WARM_UP = 2  # unreported steps after the prompt, which allocate memory and fill caches
+_BATCH = 512  # prompt tokens that llama.cpp reads at once (its default)
 _EMBEDDING = "token_embd.weight"
 _NORM_EPSILON = 1e-5
 _ROPE_BASE = 10_000.0
@@ -42,11 +42,11 @@ class Shape(NamedTuple):
 
     @property
     def ffn_width(self) -> int:
-        """Inner width of a gated MLP that holds about the 8C² weights of the baseline's FFN, in whole blocks."""
+        """Inner width of a gated MLP with about as many weights as the baseline's FFN (8C²), in whole blocks."""
         return max(1, round(8 * self.width / 3 / _BLOCK)) * _BLOCK
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Every weight of the Llama model by its name in a GGUF file, as (out, in)."""
+        """Shapes (out, in) of all weights of the Llama model, by their names in a GGUF file."""
         C, H, V = self.width, self.ffn_width, self.vocab_size
         layer = {
             "attn_norm": (C,),
@@ -64,47 +64,47 @@ class Shape(NamedTuple):
 
 
 class Peer(ABC):
-    """A model of another program that decodes one stream greedily and says how long each token took."""
+    """A model in another program that decodes one stream greedily and reports the time of each token."""
 
     name: str
     precision: str
     bytes_per_token: int
-    """Weights read for one token: every matrix and norm, and one row of the embedding; the KV cache is not in it."""
+    """Bytes of weights read per token: all matrices and norms, and one row of the embedding; without the KV cache."""
     capacity: int | None = None
-    """Tokens a stream can hold; none where nothing limits it."""
+    """Number of tokens that a stream can hold; None if there is no limit."""
     vocab_size: int
 
     def decode(self, context: int, new: int) -> list[float]:
-        """Seconds of each of `new` tokens after a prompt of `context` random ids, the prompt and a warm-up left out."""
+        """Seconds per token for `new` tokens after a prompt of `context` random ids, without prompt and warm-up."""
         if context < 1 or new < 1:
-            raise ContextReadyError(f"context={context} and new={new} were given; both must be at least 1.")
+            raise ContextReadyError(f"context and new must be at least 1, but got {context} and {new}.")
         prompt = np.random.default_rng(0).integers(self.vocab_size, size=context).tolist()
         _, seconds = self.generate(prompt, new + _WARM_UP)
         return seconds[_WARM_UP:]
 
     def generate(self, prompt: Sequence[int], new: int) -> tuple[list[int], list[float]]:
-        """The token after the prompt and `new` greedy ones more, and the seconds of each of these `new`."""
+        """Greedy tokens: the one after the prompt and `new` more, and the seconds that each of the `new` took."""
         check_ids(prompt, self.vocab_size)
         if self.capacity is not None and len(prompt) + new > self.capacity:
             raise ContextReadyError(
-                f"{len(prompt) + new} tokens were to be read and this {self.name} model has room for {self.capacity}; "
-                "make it with a larger capacity, or decode fewer tokens."
+                f"This {self.name} model has room for {self.capacity} tokens, but {len(prompt) + new} are needed; "
+                "create it with a larger capacity, or decode fewer tokens."
             )
         return self._generate(prompt, new)
 
     @abstractmethod
     def close(self) -> None:
-        """Free the model; nothing can be decoded afterwards."""
+        """Free the model; it cannot decode afterwards."""
 
     @abstractmethod
     def _generate(self, prompt: Sequence[int], new: int) -> tuple[list[int], list[float]]: ...
 
 
 class HuggingFacePeer(Peer):
-    """`LlamaForCausalLM` of transformers in float32, decoded by its `generate` with a streamer, as users call it.
+    """`LlamaForCausalLM` from transformers in float32, decoded with `generate` and a streamer, as users call it.
 
-    A token's seconds are the time between two tokens that reach the streamer: one whole turn of the loop of `generate`,
-    model, argmax and bookkeeping, which is what a user waits for. Threads are torch's, set by the caller.
+    The time of a token is the time between two tokens that reach the streamer. It covers one whole iteration of
+    `generate` (model, argmax and bookkeeping), which is what a user waits for. The caller sets torch's threads.
     """
 
     name = "transformers"
@@ -123,7 +123,7 @@ class HuggingFacePeer(Peer):
             rms_norm_eps=_NORM_EPSILON,
             rope_parameters={"rope_type": "default", "rope_theta": _ROPE_BASE},
             tie_word_embeddings=False,
-            # A random model may choose any token at any time: none of them ends the text.
+            # A random model may choose any token, so no token may end the text.
             bos_token_id=None,
             eos_token_id=None,
             pad_token_id=None,
@@ -137,7 +137,7 @@ class HuggingFacePeer(Peer):
         self.bytes_per_token = held - (shape.vocab_size - 1) * shape.width * embedding.element_size()
 
     def close(self) -> None:
-        """Free the model; nothing can be decoded afterwards."""
+        """Free the model; it cannot decode afterwards."""
         del self.model
 
     def _generate(self, prompt: Sequence[int], new: int) -> tuple[list[int], list[float]]:
@@ -150,33 +150,33 @@ class HuggingFacePeer(Peer):
             do_sample=False,
             streamer=clock,
         )
-        # The streamer is given the prompt first, then the token that reading the prompt yields.
+        # The streamer receives the prompt first, then the token that follows it.
         return clock.tokens[1:], np.diff(clock.times[1:]).tolist()
 
 
 class _Clock:
-    """A streamer that notes when each token came."""
+    """A streamer that records when each token arrives."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.times: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the prompt, and then each token."""
+        """Receive the prompt, then each token."""
         self.times.append(time.perf_counter())
         self.tokens.append(int(value.flatten()[-1]))
 
     def end(self) -> None:
-        """Nothing is left to write at the end."""
+        """Do nothing at the end."""
 
 
 class LlamaCppPeer(Peer):
-    """A Llama model in llama.cpp: all matrices, embedding and head too, in one precision, and norms in float32.
+    """A Llama model in llama.cpp: all matrices, including embedding and head, in one precision, and norms in float32.
 
-    The prompt is read by `Llama.eval`; the timed steps call `llama_decode` itself, which spares Python work a token,
-    and take the largest logit. The KV cache is llama.cpp's default, F16, except that an f32 model has an F32 one: then
-    nothing in it is rounded. Flash attention is off, as by default; with one thread, on was slower.
-    Weights are loaded, not mapped, so that the file can go once they are.
+    `Llama.eval` reads the prompt. The timed steps call `llama_decode` directly, which saves Python work per token, and
+    take the argmax. The KV cache is F16, llama.cpp's default; an f32 model gets an F32 cache, so that nothing is
+    rounded. Flash attention is off, as by default; with one thread it was slower. Weights are loaded instead of mapped,
+    so that the file can be deleted afterwards.
     """
 
     name = "llama.cpp"
@@ -206,7 +206,7 @@ class LlamaCppPeer(Peer):
             )
 
     def close(self) -> None:
-        """Free the model; nothing can be decoded afterwards."""
+        """Free the model; it cannot decode afterwards."""
         self._llama.close()
         del self._llama
 
@@ -215,12 +215,14 @@ class LlamaCppPeer(Peer):
         self._llama.eval(list(prompt))
         api, context = self._api, self._llama.ctx
         slot = (ctypes.c_int32 * 1)()
-        step = api.llama_batch_get_one(slot, 1)  # reads the slot anew in every step, at the position after the last
+        step = api.llama_batch_get_one(slot, 1)  # every step reads the slot again, at the next position
         tokens, times = [self._greedy()], [time.perf_counter()]
         for _ in range(new):
             slot[0] = tokens[-1]
             if api.llama_decode(context, step) != 0:
-                raise ContextReadyError(f"llama.cpp could not decode token {len(times)}; free memory and try again.")
+                raise ContextReadyError(
+                    f"llama.cpp could not decode token {len(times)}; free some memory and try again."
+                )
             tokens.append(self._greedy())
             times.append(time.perf_counter())
         return tokens, np.diff(times).tolist()
@@ -231,7 +233,7 @@ class LlamaCppPeer(Peer):
 
 
 def random_weights(shape: Shape) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
-    """Weights as at the start of training: norms are ones, matrices normal with the usual deviation 0.02."""
+    """Weights as at the start of training: norms are 1, matrices are normal with standard deviation 0.02."""
     random = np.random.default_rng(0)
     for name, size in shape.tensors().items():
         matrix = len(size) == 2
@@ -239,9 +241,9 @@ def random_weights(shape: Shape) -> Iterator[tuple[str, npt.NDArray[np.float32]]
 
 
 def write_gguf(path: Path, shape: Shape, precision: str, weights: Weights) -> int:
-    """Write a Llama model without a tokenizer as a GGUF file; the bytes of weights that one token reads.
+    """Write a Llama model without a tokenizer as a GGUF file; returns the bytes of weights read per token.
 
-    Queries and keys are in llama.cpp's order: the two rows that a rotation turns stand beside each other.
+    Queries and keys are in llama.cpp's order, in which the two rows of a rotation pair are neighbours.
     """
     gguf = require("gguf", "bench")
     _check(shape, precision)
@@ -263,13 +265,13 @@ def write_gguf(path: Path, shape: Shape, precision: str, weights: Weights) -> in
     for name, weight in weights:
         if expected.pop(name, None) != weight.shape:
             raise ContextReadyError(
-                f"{name} with shape {weight.shape} is not a weight of {shape}; give it once and whole."
+                f"{name} with shape {weight.shape} is not a weight of {shape}; give each weight once."
             )
         stored = gguf.quantize(weight, quantization) if weight.ndim == 2 else weight
         writer.add_tensor(name, stored, raw_dtype=quantization if weight.ndim == 2 else None)
         read += stored[0].nbytes if name == _EMBEDDING else stored.nbytes
     if expected:
-        raise ContextReadyError(f"{', '.join(expected)} is missing from the weights of {shape}; give every weight.")
+        raise ContextReadyError(f"Weights of {shape} are missing: {', '.join(expected)}; give all of them.")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -278,12 +280,12 @@ def write_gguf(path: Path, shape: Shape, precision: str, weights: Weights) -> in
 
 
 def _check(shape: Shape, precision: str = "f32") -> None:
-    """Refuse shapes that are no transformer's, and precisions that the shape cannot have."""
+    """Refuse invalid shapes, and precisions that the shape does not allow."""
     TransformerConfig(shape.vocab_size, shape.width, shape.layers, shape.heads)
     if precision not in PRECISIONS:
-        raise ContextReadyError(f"precision={precision!r} is unknown; choose one of {', '.join(PRECISIONS)}.")
+        raise ContextReadyError(f"Unknown precision '{precision}'; choose one of: {', '.join(PRECISIONS)}.")
     if precision.startswith("q") and shape.width % _BLOCK:
         raise ContextReadyError(
-            f"width={shape.width} cannot be stored in {precision}, whose blocks are {_BLOCK} weights long; "
-            f"choose a multiple of {_BLOCK}, or f16 or f32."
+            f"width={shape.width} cannot be stored in {precision}, which needs a multiple of {_BLOCK}; choose another "
+            "width, or f16 or f32."
         )

@@ -1,4 +1,4 @@
-"""The picture of a benchmark."""
+"""The plot of a benchmark."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from contextready.plotting import check_picture, pyplot, save_figure
 
 
 def draw(timings: Sequence[Timing], read: Sequence[dict[str, Any]], bandwidth: float, out: Path) -> None:
-    """Draw time a token, against context if there are several, and prompts against length, into a PNG, SVG or PDF."""
+    """Plot time per token against context, and prompt time against length, as a PNG, SVG or PDF file."""
     check_picture(out)
     figure, panels = pyplot().subplots(1, 2 if read else 1, figsize=(12 if read else 7.5, 4.8), squeeze=False)
     _draw_decode(panels[0][0], timings)
@@ -29,7 +29,7 @@ def _draw_decode(axes: Any, timings: Sequence[Timing]) -> None:
     contexts = sorted({t.context for t in timings})
     names = list(dict.fromkeys((t.label, t.engine, t.precision) for t in timings))
     if len(contexts) == 1:
-        # Against one context there is nothing to draw a line along.
+        # With a single context there is no line to draw.
         axes.barh([" ".join(name) for name in names], [1e3 * t.seconds for t in timings])
         axes.invert_yaxis()
         axes.set(xlabel=f"ms per token after {contexts[0]:,}")
@@ -51,7 +51,7 @@ def _draw_prefill(axes: Any, read: Sequence[dict[str, Any]]) -> None:
 
 
 def _ticks(axes: Any, numbers: Sequence[int]) -> None:
-    """A logarithmic axis with a tick at each number that was measured, and heights from 0 on."""
+    """Make the x axis logarithmic with a tick at each measured number, and start the y axis at 0."""
     axes.set_xscale("log")
     axes.set_xticks(numbers, [f"{number:,}" for number in numbers])
     axes.minorticks_off()

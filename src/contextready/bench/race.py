@@ -1,4 +1,4 @@
-"""How fast models generate here, beside what this machine's memory allows: contestants that take turns."""
+"""Measures how fast models generate, relative to the memory bandwidth; the engines being compared take turns."""
 
 import statistics
 import time
@@ -22,43 +22,43 @@ from contextready.model.cost import Account
 from contextready.model.state import State
 
 BITS = {"f32": 32.0, "f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}
-"""Of a weight in a file, scales of quantised blocks included."""
+"""Bits per weight in a file, including the scales of quantised blocks."""
 PROBE = 2**27
-"""Numbers that the bandwidth probe reads, 512 MB: far more than any cache holds."""
+"""Number of floats that the bandwidth probe reads: 512 MB, far more than any cache holds."""
 WARM_UP = 3
 
 
 class Contestant(Protocol):
-    """Something that decodes."""
+    """One of the engines being compared."""
 
     label: str
     engine: str
     precision: str
 
     def bytes_per_token(self, context: int) -> float:
-        """What a step must read: every matrix once, keys and values of the context."""
+        """Bytes that a step must read: every matrix once, and the keys and values of the context."""
 
     def decode(self, context: int, new: int) -> list[float]:
-        """Seconds of each of `new` steps after this many tokens, warm-up left out."""
+        """Seconds of each of `new` steps after `context` tokens, without warm-up."""
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Free its memory."""
 
 
 class EngineContestant:
-    """An engine of ours, decoding greedily after a context of random keys and values."""
+    """An engine of this package, which decodes greedily after a context of random keys and values."""
 
     def __init__(self, label: str, account: Account, engine: Engine, precision: str, close: Callable[[], None]) -> None:
         self.label, self.account, self.runs, self.precision, self.close = label, account, engine, precision, close
         self.engine = engine.name
 
     def bytes_per_token(self, context: int) -> float:
-        """Every matrix once, and keys and values in fp32."""
+        """Bytes of every matrix, and of the state in fp32."""
         weights = self.account.macs * BITS[self.precision] / 8
         return weights + self.account.state_bytes(context)
 
     def decode(self, context: int, new: int) -> list[float]:
-        """Seconds of each step: the model and the choice of the most likely token."""
+        """Seconds of each step, which runs the model and takes the argmax."""
         self.runs.load(0, random_state(self.account.config, context))
         seconds, token = [], 0
         for _ in range(WARM_UP + new):
@@ -69,54 +69,54 @@ class EngineContestant:
 
 
 class PeerContestant:
-    """A peer, as a contestant."""
+    """A model in another program."""
 
     def __init__(self, label: str, account: Account, peer: Peer) -> None:
         self.label, self.account, self.peer = label, account, peer
         self.engine, self.precision, self.close = peer.name, peer.precision, peer.close
 
     def bytes_per_token(self, context: int) -> float:
-        """Its own matrices, and keys and values: in fp32, or half of that where it keeps them in f16."""
+        """Bytes of its own matrices, and of keys and values in fp32 for f32 models or in f16 for others."""
         kv = self.account.kv_bytes_per_token() * context
         return self.peer.bytes_per_token + (kv if self.precision == "f32" else kv / 2)
 
     def decode(self, context: int, new: int) -> list[float]:
-        """Seconds of each step."""
+        """Seconds of each step, without warm-up."""
         return self.peer.decode(context, new)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How one contestant decoded after one context."""
+    """Result of one engine at one context length."""
 
     label: str
     engine: str
     precision: str
     context: int
     seconds: float
-    """Of a step: the median over rounds of each round's median."""
+    """Time per step: the median over rounds of each round's median."""
     low: float
     high: float
-    """The tenth and ninetieth percentile of all steps."""
+    """The 10th and 90th percentile of all steps."""
     bytes_per_token: float
     of_bandwidth: float
-    """Bytes a second over the bandwidth measured in the same round: the median over rounds."""
+    """Bytes per second divided by the bandwidth measured in the same round; the median over rounds."""
     growth: float
-    """The step's time in units of the one after the shortest context."""
+    """Time per step divided by that after the first context."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return 1.0 / self.seconds
 
     @property
     def gigabytes_per_second(self) -> float:
-        """What it reads in a second."""
+        """Gigabytes read per second."""
         return self.bytes_per_token / self.seconds / 1e9
 
 
 def random_state(config: ModelConfig, position: int) -> State:
-    """A state of one row that has read `position` tokens, with random keys and values."""
+    """Create a state with one row that has read `position` tokens, with random keys and values."""
     held = position if config.window is None else min(position, config.window)
     layers = tuple(
         (torch.randn(1, config.heads, held, config.head_size), torch.randn(1, config.heads, held, config.head_size))
@@ -127,7 +127,7 @@ def random_state(config: ModelConfig, position: int) -> State:
 
 
 def bandwidth_probe() -> Callable[[], float]:
-    """A function that reads 512 MB with every thread of PyTorch and returns bytes a second."""
+    """Create a function that reads 512 MB with all threads of PyTorch and returns bytes per second."""
     numbers = torch.ones(PROBE)
 
     def probe() -> float:
@@ -141,13 +141,13 @@ def bandwidth_probe() -> Callable[[], float]:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What every contestant may use."""
+    """The resources of each engine."""
 
     capacity: int
-    """Tokens that a stream can hold."""
+    """Number of tokens that a stream can hold."""
     threads: int
     scratch: Path
-    """A folder for files that ggml runs."""
+    """Folder for temporary exported files."""
 
 
 def engine_contestants(
@@ -159,7 +159,7 @@ def engine_contestants(
     *,
     hardware: Hardware,
 ) -> list[Contestant]:
-    """One model in each engine, quantised precisions in ggml only; an exported file runs in ggml, as it is."""
+    """Open one model in each engine; only ggml uses precisions other than f32, or runs an exported file."""
     capacity, threads, scratch = hardware.capacity, hardware.threads, hardware.scratch
 
     def in_ggml(path: Path, precision: str | None = None) -> Contestant:
@@ -182,7 +182,7 @@ def engine_contestants(
 
 
 def peer_contestants(account: Account, precisions: Sequence[str], hardware: Hardware) -> list[Contestant]:
-    """Hugging Face in fp32, and llama.cpp in every precision, with random models of a transformer's shape."""
+    """Open random models with a transformer's shape in Hugging Face (fp32) and in llama.cpp (every precision)."""
     config = account.config
     shape = Shape(config.layers, config.width, config.heads, config.vocab_size)
     peers: list[Peer] = [HuggingFacePeer(shape)]
@@ -193,7 +193,10 @@ def peer_contestants(account: Account, precisions: Sequence[str], hardware: Hard
 def race(
     contestants: Sequence[Contestant], contexts: Sequence[int], new: int, rounds: int, tell: Callable[[str], None]
 ) -> tuple[list[Timing], float]:
-    """Let all decode after every context, in turns, beside a bandwidth probe; all timings, and the bandwidth."""
+    """Let all engines take turns decoding after each context; returns the timings and the memory bandwidth.
+
+    `tell` receives a line of progress before every round.
+    """
     probe, bandwidths = bandwidth_probe(), []
     timings = []
     shortest: dict[int, float] = {}
@@ -204,7 +207,7 @@ def race(
             tell(f"context {context}, round {number + 1} of {rounds}")
             order = range(len(contestants)) if number % 2 == 0 else reversed(range(len(contestants)))
             for i in order:
-                # The memory's speed drifts with the machine's other work, so it is measured beside every turn.
+                # Bandwidth varies with the machine's other work, so it is measured before and after every turn.
                 before = probe()
                 seconds = contestants[i].decode(context, new)
                 bandwidth = statistics.mean((before, probe()))

@@ -1,4 +1,4 @@
-"""`crt bench`: decode, prefill and memory of models, as tables, one JSON line or a picture."""
+"""`crt bench`: measures decoding, prompt reading and memory, and shows tables, a JSON document or a plot."""
 
 import argparse
 import os
@@ -20,13 +20,18 @@ if TYPE_CHECKING:
     from contextready.bench.race import Contestant, Timing
 
 PAIRS = ("owt-d1-c2048", "owt-n6-c1088", "owt-d5-c1120", "owt-n12-c768")
-"""The paper's timed pairs: what is measured when nothing is named."""
+"""The paper's timed pairs, which are measured if no model is named."""
+EXAMPLES = """
+crt bench runs/mini-d1 --prefill 128,256
+crt bench owt-d1-c2048 owt-n6-c1088 --engines ggml --precisions f32,q8_0 --peers
+crt bench vocab_size=4096 width=256 layers=1 heads=4 correction=add --contexts 100,1000 --plot bench.png
+"""
 BOUND = 0.7
-"""From this part of the bandwidth on, memory is what limits."""
+"""From this fraction of the bandwidth on, decoding counts as limited by memory."""
 CACHED = 1.1
-"""More than memory gives: the weights are in the caches."""
+"""Above this fraction, which memory cannot deliver, the weights must be in the processor's caches."""
 FILE_WIDTH = 120
-"""A table that goes into a file has room, whatever the width of a terminal that is not there."""
+"""Width of tables that are not printed to a terminal."""
 
 
 def add(verbs: Verbs) -> None:
@@ -34,25 +39,31 @@ def add(verbs: Verbs) -> None:
     bench = verb(
         verbs,
         "bench",
-        "how fast models generate here",
-        "Measure decoding, reading prompts and memory. Contestants take turns, beside a probe of the\n"
-        "memory's bandwidth. Without a model: the paper's two timed pairs, with random weights.",
-        "examples:\n"
-        "  crt bench runs/mini-d1 --prefill 128,256\n"
-        "  crt bench owt-d1-c2048 owt-n6-c1088 --engines ggml --precisions f32,q8_0 --peers\n"
-        "  crt bench vocab_size=4096 width=256 layers=1 heads=4 correction=add --contexts 100,1000 --plot bench.png",
+        "measure how fast models generate on this machine",
+        "Measure decoding speed, prompt reading and memory. The engines being compared take turns,\n"
+        "and the memory bandwidth is measured alongside. If no model is named, measure the paper's\n"
+        "two timed pairs with random weights.",
+        EXAMPLES,
     )
-    bench.add_argument("what", nargs="*", help="runs, .gguf files, models of the paper by name, or settings key=value")
-    bench.add_argument("--engines", default="eager,ggml", help="of eager, compiled, ggml (default: eager,ggml)")
-    bench.add_argument("--precisions", default="f32,q8_0", help="of f32, f16, q8_0, q4_0, for ggml (default: f32,q8_0)")
-    bench.add_argument("--contexts", default="256", help="tokens already read (default: 256)")
-    bench.add_argument("--tokens", type=int, default=32, help="steps timed in a round (default: 32)")
-    bench.add_argument("--rounds", type=int, default=5, help="turns of every contestant (default: 5)")
-    bench.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads (default: all cores)")
-    bench.add_argument("--peers", action="store_true", help="Hugging Face and llama.cpp beside every transformer")
-    bench.add_argument("--prefill", default="", help="lengths of prompts to read with every solver")
-    bench.add_argument("--plot", type=Path, help="a picture to draw: .png, .svg or .pdf")
-    bench.add_argument("--json", action="store_true", help="print one JSON line instead of tables")
+    bench.add_argument("what", nargs="*", help="runs, .gguf files, names of paper models, or settings key=value")
+    bench.add_argument("--engines", default="eager,ggml", help="comma-separated list of eager, compiled, ggml")
+    bench.add_argument(
+        "--precisions", default="f32,q8_0", help="comma-separated list of f32, f16, q8_0, q4_0; only for ggml"
+    )
+    bench.add_argument("--contexts", default="256", help="context lengths in tokens, separated by commas")
+    bench.add_argument("--tokens", type=int, default=32, help="number of tokens timed per round")
+    bench.add_argument("--rounds", type=int, default=5, help="number of rounds")
+    bench.add_argument(
+        "--threads", type=int, default=os.cpu_count() or 1, help="number of threads (default: all cores)"
+    )
+    bench.add_argument(
+        "--peers", action="store_true", help="compare every transformer with Hugging Face and llama.cpp models"
+    )
+    bench.add_argument(
+        "--prefill", default="", metavar="LENGTHS", help="time every solver on prompts of these lengths, e.g. 128,256"
+    )
+    bench.add_argument("--plot", type=Path, help="write a plot to this file: .png, .svg or .pdf")
+    bench.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     bench.set_defaults(run=_run, more_words="what")
 
 
@@ -86,17 +97,21 @@ class Bench(NamedTuple):
 
 
 def run_bench(bench: Bench, as_json: bool = False, plot: Path | None = None) -> None:
-    """Measure, then print tables or one JSON line, and draw what was measured."""
+    """Measure, then print tables or one JSON document, and write the plot."""
     import torch
 
     from contextready.bench.models import measure_prefill, memory_record, open_models
     from contextready.bench.plot import draw
     from contextready.bench.race import race
+    from contextready.plotting import check_picture
 
     _check(bench)
-    console, told = make_console(tables=True, file_width=FILE_WIDTH), make_console(stderr=True)
+    if plot is not None:
+        # Refused before measuring, which takes minutes.
+        check_picture(plot)
+    console, messages = make_console(tables=True, file_width=FILE_WIDTH), make_console(stderr=True)
     torch.set_num_threads(bench.threads)
-    with told.status("building models") as status, tempfile.TemporaryDirectory() as scratch, torch.inference_mode():
+    with messages.status("building models") as status, tempfile.TemporaryDirectory() as scratch, torch.inference_mode():
         models = open_models(bench.what or PAIRS)
         contestants = _contestants(bench, models, Path(scratch))
         timings, bandwidth = race(contestants, bench.contexts, bench.tokens, bench.rounds, status.update)
@@ -113,7 +128,7 @@ def run_bench(bench: Bench, as_json: bool = False, plot: Path | None = None) -> 
         print_prefill(console, read)
     if plot is not None:
         draw(timings, read, bandwidth, plot)
-        told.print(f"The picture: {plot}")
+        messages.print(f"Wrote {plot}.")
 
 
 def _contestants(bench: Bench, models: "Sequence[BenchModel]", scratch: Path) -> "list[Contestant]":
@@ -131,11 +146,11 @@ def _contestants(bench: Bench, models: "Sequence[BenchModel]", scratch: Path) ->
 
 
 def print_decode(console: "Console", timings: "Sequence[Timing]", bandwidth: float, threads: int) -> None:
-    """The table of decode speeds."""
+    """Print the table of decoding speeds."""
     from rich import box
     from rich.table import Table
 
-    title = f"Decoding, batch 1, {threads} threads; this machine's memory reads {bandwidth / 1e9:.1f} GB/s"
+    title = f"Decoding (batch 1, {threads} thread{'s' * (threads > 1)}). Memory bandwidth: {bandwidth / 1e9:.1f} GB/s"
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for name in ("model", "engine"):
         table.add_column(name)
@@ -159,31 +174,31 @@ def print_decode(console: "Console", timings: "Sequence[Timing]", bandwidth: flo
 
 
 def regimes(timings: "Sequence[Timing]") -> str:
-    """Which contestants the memory limits, which run from the processor's caches, and which their overhead limits."""
+    """Say what limits each engine: memory, overhead, or neither because its weights are in the processor's caches."""
     by_regime: dict[str, list[str]] = {"memory": [], "caches": [], "overhead": []}
     for t in timings:
         regime = "caches" if t.of_bandwidth > CACHED else "memory" if t.of_bandwidth >= BOUND else "overhead"
         by_regime[regime].append(f"{t.label} {t.engine} {t.precision}")
-    told = {
-        "memory": "limited by memory, so that bytes decide",
-        "caches": "small enough to be read from the processor's caches",
-        "overhead": "limited by arithmetic or by the overhead of each layer",
+    headings = {
+        "memory": "Limited by memory bandwidth",
+        "caches": "Small enough for the processor's caches",
+        "overhead": "Limited by arithmetic or by the overhead per layer",
     }
     return "\n".join(
-        f"{told[regime]}: {', '.join(dict.fromkeys(names))}" for regime, names in by_regime.items() if names
+        f"{headings[regime]}: {', '.join(dict.fromkeys(names))}" for regime, names in by_regime.items() if names
     )
 
 
 def print_memory(
     console: "Console", models: "Sequence[BenchModel]", contexts: Sequence[int], precisions: Sequence[str]
 ) -> None:
-    """The table of what models hold."""
+    """Print the table of memory use."""
     from rich import box
     from rich.table import Table
 
     from contextready.bench.race import BITS
 
-    table = Table(title="Memory, MB", title_justify="left", box=box.SIMPLE)
+    table = Table(title="Memory (MB)", title_justify="left", box=box.SIMPLE)
     table.add_column("model")
     for precision in precisions:
         table.add_column(f"weights {precision}", justify="right")
@@ -197,7 +212,7 @@ def print_memory(
 
 
 def print_prefill(console: "Console", read: Sequence[dict[str, Any]]) -> None:
-    """The table of prompt reading."""
+    """Print the table of prompt reading."""
     from rich import box
     from rich.table import Table
 
@@ -206,7 +221,7 @@ def print_prefill(console: "Console", read: Sequence[dict[str, Any]]) -> None:
     table = Table(title="Reading a prompt", title_justify="left", box=box.SIMPLE)
     for name in ("model", "solver"):
         table.add_column(name)
-    for name in ("tokens", "ms", "tokens/s", "plain passes", "error about", "note"):
+    for name in ("tokens", "ms", "tokens/s", "plain passes", "estimated error", "note"):
         table.add_column(name, justify="right")
     for one in read:
         table.add_row(
@@ -226,12 +241,16 @@ def _check(bench: Bench) -> None:
     from contextready.bench.race import BITS
     from contextready.infer.engine import ENGINES
 
-    for given, known in ((bench.engines, ENGINES), (bench.precisions, tuple(BITS))):
+    for what, given, known in (("engine", bench.engines, ENGINES), ("precision", bench.precisions, tuple(BITS))):
         for name in given:
             if name not in known:
-                raise ContextReadyError(f"There is no '{name}'; {nearest(name, known)}")
-    for name in ("contexts", "prefill"):
-        if any(value < 1 for value in getattr(bench, name)):
-            raise ContextReadyError(f"--{name} are numbers of tokens; give at least 1.")
-    if bench.tokens < 1 or bench.rounds < 1 or bench.threads < 1 or not bench.contexts:
-        raise ContextReadyError("--tokens, --rounds and --threads must be at least 1, and one context is needed.")
+                raise ContextReadyError(f"Unknown {what} '{name}'; {nearest(name, known)}")
+    for option in ("contexts", "prefill"):
+        for value in getattr(bench, option):
+            if value < 1:
+                raise ContextReadyError(f"--{option} must be at least 1, but got {value}.")
+    if not bench.contexts:
+        raise ContextReadyError("--contexts is empty; give at least one context length, for example 256.")
+    for option in ("tokens", "rounds", "threads"):
+        if getattr(bench, option) < 1:
+            raise ContextReadyError(f"--{option} must be at least 1, but got {getattr(bench, option)}.")

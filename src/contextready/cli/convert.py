@@ -1,38 +1,45 @@
-"""`crt convert`: pretrained models made context-ready, and runs in the format of Hugging Face."""
+"""`crt convert`: makes pretrained models context-ready, and converts runs to Hugging Face format and back."""
 
 import argparse
 from pathlib import Path
 
 from contextready.cli.options import Verbs, verb
+from contextready.files import to_json
+
+EXAMPLES = """
+crt convert HuggingFaceTB/SmolLM2-135M smollm2-crt
+crt convert model.gguf model-crt --correction concat
+crt convert runs/mini-d1 mini-d1-hf            # a run, for from_pretrained and generate
+crt convert mini-d1-hf mini-d1-again           # and back, bit for bit
+"""
 
 
 def add(verbs: Verbs) -> None:
     """Describe `crt convert`."""
-    from contextready.model.correction import describe_corrections
-
     convert = verb(
         verbs,
         "convert",
-        "a pretrained model made context-ready, or a run as Hugging Face has it",
-        "Give a pretrained causal language model a correction that starts at zero: the same function, ready\n"
-        "to be fine-tuned, in the format of Hugging Face. A run or checkpoint of this package is written in\n"
-        "that format as well, and such a folder as a checkpoint again.",
-        f"corrections:\n{describe_corrections(with_network=True)}\n\n"
-        "examples:\n"
-        "  crt convert HuggingFaceTB/SmolLM2-135M smollm2-crt\n"
-        "  crt convert model.gguf model-crt --correction concat\n"
-        "  crt convert runs/mini-d1 mini-d1-hf            a run, for from_pretrained and generate\n"
-        "  crt convert mini-d1-hf mini-d1-again           and back, bit for bit",
+        "make a pretrained model context-ready, or convert a run to Hugging Face format",
+        "Add a correction to a pretrained causal language model and save it in Hugging Face format.\n"
+        "The correction starts at zero, so the model computes the same function until it is\n"
+        "fine-tuned. A run or checkpoint is converted to Hugging Face format, and back.",
+        EXAMPLES,
+        _describe_corrections,
     )
     convert.add_argument("model", help="folder, name on the Hugging Face Hub, .gguf file, run or checkpoint")
-    convert.add_argument("out", type=Path, help="folder to make")
-    convert.add_argument("--correction", default="add", help="one of those below (default: add)")
-    convert.add_argument("--bias", action="store_true", help="biases in the correction")
-    convert.add_argument(
-        "--passes", type=int, default=5, help="K when transformers' own Trainer trains it (default: 5)"
-    )
-    convert.add_argument("--best", action="store_true", help="of a run the best checkpoint, not the newest")
+    convert.add_argument("out", type=Path, help="folder to create; it must not exist yet")
+    convert.add_argument("--correction", default="add", help="one of the corrections listed below")
+    convert.add_argument("--bias", action="store_true", help="use biases in the correction")
+    convert.add_argument("--passes", type=int, default=5, help="K for training with transformers' Trainer")
+    convert.add_argument("--best", action="store_true", help="use the best checkpoint of a run instead of the newest")
+    convert.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     convert.set_defaults(run=_run)
+
+
+def _describe_corrections() -> str:
+    from contextready.model.correction import describe_corrections
+
+    return f"corrections:\n{describe_corrections(with_network=True)}"
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -49,6 +56,9 @@ def _run(options: argparse.Namespace) -> None:
         passes=options.passes,
         best=options.best,
     )
-    for name, value in result.costs:
+    if options.json:
+        print(to_json(result.as_record()))
+        return
+    for name, value in [] if result.costs is None else result.costs.rows():
         print(f"{name}: {value}")
     print(result.what)

@@ -1,7 +1,7 @@
-"""Hugging Face: context-ready models there, and any pretrained causal language model made context-ready.
+"""Hugging Face integration: context-ready models for transformers, and conversion of pretrained causal language models.
 
-May import train, runs and what is under them; not bench or pointer. Importing a class from here registers all of them
-with Hugging Face's Auto classes.
+May import train, runs and the packages below them, but not bench or pointer. Importing a class from here registers all
+classes with Hugging Face's Auto classes.
 """
 
 from typing import Any

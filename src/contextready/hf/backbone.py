@@ -1,4 +1,4 @@
-"""Any pretrained causal language model of Hugging Face as a backbone: embed, blocks, head."""
+"""Any pretrained Hugging Face causal language model as a backbone: embed, blocks, head."""
 
 import inspect
 import threading
@@ -17,7 +17,7 @@ from contextready.model.checks import check_tokens
 
 
 class HFBackbone(nn.Module):
-    """A causal language model as three functions; z is caught where its last block returns it."""
+    """A causal language model as three functions; a hook on its last block captures z."""
 
     def __init__(self, lm: Any, structure: Structure) -> None:
         super().__init__()
@@ -29,20 +29,20 @@ class HFBackbone(nn.Module):
                 lm.get_submodule(name)
         except (AttributeError, IndexError, AssertionError):
             raise ContextReadyError(
-                f"{type(lm).__name__} has no modules {structure.blocks}, {', '.join(structure.head)}, which its "
-                "configuration names; convert the original model again with this version of transformers."
+                f"{type(lm).__name__} lacks some of the modules that its configuration names ({structure.blocks}, "
+                f"{', '.join(structure.head)}); convert the original model again with this version of transformers."
             ) from None
         self._positions = "position_ids" in inspect.signature(lm.base_model.forward).parameters
 
     @property
     def width(self) -> int:
-        """C."""
+        """C, the size of the residual stream."""
         width: int = self.lm.get_input_embeddings().weight.shape[-1]
         return width
 
     @property
     def last_ffn(self) -> Any:
-        """The feed-forward network of the last block, where the model is this package's own."""
+        """The feed-forward network of the last block; only native models have it."""
         return self.lm.last_ffn
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
@@ -52,9 +52,9 @@ class HFBackbone(nn.Module):
         return e_BTC
 
     def blocks(self, x_BTC: Tensor, past: Feed | KVCache | None = None) -> tuple[Tensor, Any]:
-        """Run the D blocks: z (B, T, C), before the final norm, and the cache after it.
+        """Run the D blocks; returns z (B, T, C), before the final norm, and the cache after these tokens.
 
-        A `KVCache` is a value and stays what it is; the cache of a `Feed` is written to, anew by every pass.
+        A `KVCache` is a value and is not modified. The cache of a `Feed` is written in place, again by every pass.
         """
         T = x_BTC.shape[1]
         arguments: dict[str, Any]
@@ -76,8 +76,8 @@ class HFBackbone(nn.Module):
         assert z_BTC is not None
         if x_BTC.requires_grad and torch.is_grad_enabled() and not z_BTC.requires_grad:
             raise ContextReadyError(
-                "z lost its gradient inside the blocks, so the correction cannot learn; leave out what detaches them "
-                "(gradient_checkpointing_kwargs={'use_reentrant': False} is safe)."
+                "z lost its gradient inside the blocks, so the correction cannot learn; turn off what detaches it "
+                "(gradient checkpointing is safe with gradient_checkpointing_kwargs={'use_reentrant': False})."
             )
         if isinstance(past, Feed):
             past.outputs = outputs
@@ -87,21 +87,21 @@ class HFBackbone(nn.Module):
         return z_BTC, past
 
     def head(self, z_BTC: Tensor) -> Tensor:
-        """Predict: logits (B, T, V), by the model's own norm, projection and scaling."""
+        """Compute logits (B, T, V) with the model's own norm, projection and scaling."""
         return self.structure.logits(self.lm, z_BTC)
 
     def init_cache(self, batch_size: int, history: int = 1) -> KVCache:
-        """A cache before the first token."""
+        """Create an empty cache."""
         if batch_size < 1 or history < 0:
             raise ContextReadyError(
-                f"A state of {batch_size} rows and history {history} was asked for; give at least 1 row and history 0."
+                f"A state needs at least 1 row and a history of at least 0, but got {batch_size} and {history}."
             )
         rows = (batch_size, 1, 1, 1)
         return KVCache(tuple((k.repeat(rows), v.repeat(rows)) for k, v in self._no_kvs), 0, None, None)
 
     @cached_property
     def _no_kvs(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of no token, of the sizes that one token's turn out to have."""
+        """Keys and values of zero tokens, with the sizes found by running one token."""
         with torch.no_grad():
             cache = DynamicCache()
             x_11C = next(self.parameters()).new_zeros(1, 1, self.width)
@@ -109,12 +109,12 @@ class HFBackbone(nn.Module):
         return [(layer.keys[:, :, :0], layer.values[:, :, :0]) for layer in cache.layers]
 
     def _catch(self, module: nn.Module, args: Any, output: Any) -> None:
-        # Recomputation in a backward runs the block again, when nobody waits for z.
+        # Recomputation during backward runs the block again, when nothing waits for z.
         key = _thread()
         if key in self._awaited:
             self._awaited[key] = block_output(output)
 
 
 def _thread() -> int:
-    """Who waits for z: threads may share a model; a compiled graph has one."""
+    """Key of the caller that waits for z: threads may share a model, but a compiled graph belongs to one."""
     return 0 if torch.compiler.is_compiling() else threading.get_ident()

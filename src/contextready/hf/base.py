@@ -1,4 +1,4 @@
-"""The package's own transformer at home in Hugging Face: its blocks and weights, their caches and masks."""
+"""The native transformer as a Hugging Face model: native blocks and weights, Hugging Face caches and masks."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from contextready.model.transformer import FFN, Transformer
 
 
 class BaseTransformerPreTrained(PreTrainedModel):  # type: ignore[misc]
-    """What both classes tell Hugging Face about themselves."""
+    """What both classes declare to Hugging Face."""
 
     config_class = BaseTransformerConfig
     base_model_prefix = "model"
@@ -31,7 +31,7 @@ class BaseTransformerPreTrained(PreTrainedModel):  # type: ignore[misc]
 
 
 class BaseTransformerModel(BaseTransformerPreTrained):
-    """Embedding, blocks and final norm, over any Hugging Face cache."""
+    """Embedding, blocks and final norm; works with any Hugging Face cache."""
 
     def __init__(self, config: BaseTransformerConfig) -> None:
         super().__init__(config)
@@ -39,12 +39,12 @@ class BaseTransformerModel(BaseTransformerPreTrained):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """Tokens to e."""
+        """The embedding of tokens, e."""
         embedding: nn.Module = self.native.embedding
         return embedding
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace it."""
+        """Replace the embedding of tokens."""
         self.native.embedding = value
 
     def forward(
@@ -57,7 +57,7 @@ class BaseTransformerModel(BaseTransformerPreTrained):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """The final norm of z."""
+        """Compute the last hidden state: z after the final norm."""
         if inputs_embeds is None:
             assert input_ids is not None
             inputs_embeds = self.native.embed(input_ids)
@@ -80,7 +80,7 @@ class BaseTransformerModel(BaseTransformerPreTrained):
 
 
 class BaseTransformerForCausalLM(SavesItsCode, BaseTransformerPreTrained, GenerationMixin):  # type: ignore[misc]
-    """The paper's "roformer" baseline."""
+    """The paper's "roformer" baseline with a language-modelling head."""
 
     def __init__(self, config: BaseTransformerConfig) -> None:
         super().__init__(config)
@@ -93,19 +93,19 @@ class BaseTransformerForCausalLM(SavesItsCode, BaseTransformerPreTrained, Genera
         return self.model.native.last_ffn
 
     def get_input_embeddings(self) -> nn.Module:
-        """Tokens to e."""
+        """The embedding of tokens, e."""
         return self.model.get_input_embeddings()
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace it."""
+        """Replace the embedding of tokens."""
         self.model.set_input_embeddings(value)
 
     def get_output_embeddings(self) -> nn.Module:
-        """Normed z to logits."""
+        """The projection from normalised z to logits."""
         return self.model.native.unembedding
 
     def set_output_embeddings(self, value: nn.Linear) -> None:
-        """Replace it."""
+        """Replace the projection to logits."""
         self.model.native.unembedding = value
 
     def forward(
@@ -120,7 +120,7 @@ class BaseTransformerForCausalLM(SavesItsCode, BaseTransformerPreTrained, Genera
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits, and the loss if labels are given."""
+        """Compute logits, and the loss if labels are given."""
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -138,18 +138,18 @@ class BaseTransformerForCausalLM(SavesItsCode, BaseTransformerPreTrained, Genera
 
 
 class _HuggingFacePast:
-    """A Hugging Face cache, or none, as something that the blocks can follow."""
+    """A Hugging Face cache (or none) in the form that the native blocks expect."""
 
     def __init__(self, cache: Cache | None, positions_BT: Tensor, mask_B1TS: Tensor | None) -> None:
         self.cache, self.positions_BT, self.mask_B1TS = cache, positions_BT, mask_B1TS
 
     def attend(self, config: TransformerConfig, x_BTC: Tensor) -> "_HuggingFaceAttend":
-        """How the tokens attend."""
+        """Create the attention over the cache and the new tokens."""
         return _HuggingFaceAttend(config, x_BTC, self)
 
 
 class _HuggingFaceAttend(Attend):
-    """Attention over whatever a Hugging Face cache returns; the mask hides what must not be seen."""
+    """Attention over everything that a Hugging Face cache returns; the mask hides what a token must not see."""
 
     def __init__(self, config: TransformerConfig, x_BTC: Tensor, past: _HuggingFacePast) -> None:
         self.set_positions(config, past.positions_BT, x_BTC.dtype)
@@ -157,7 +157,7 @@ class _HuggingFaceAttend(Attend):
         self.causal = self.mask is None and x_BTC.shape[1] > 1
 
     def join(self, layer: int, k_BHTE: Tensor, v_BHTE: Tensor) -> KV:
-        """The new keys and values after those of the cache, which keeps them."""
+        """Append the new keys and values to the cache and return all of them."""
         if self.cache is None:
             return k_BHTE, v_BHTE
         joined: KV = self.cache.update(k_BHTE, v_BHTE, layer)
@@ -165,5 +165,5 @@ class _HuggingFaceAttend(Attend):
 
 
 def _mask_for_layers(attention_mask: Any, config: BaseTransformerConfig) -> Any:
-    """The mask for this model's layers, where generation made one for every kind."""
+    """Pick the mask of this model's layers if generation created one for every layer type."""
     return attention_mask[config.layer_types[0]] if isinstance(attention_mask, dict) else attention_mask

@@ -1,7 +1,7 @@
-"""The code that goes with saved weights, so that `trust_remote_code` loads them where this package is not installed.
+"""Writes the code beside saved weights, so that `trust_remote_code` loads them when this package is not installed.
 
-Hugging Face copies the files of a model's folder, all side by side, and follows relative imports. So every module that
-`hf/modeling.py` needs is written as one file, named by its path, and its imports are made relative.
+Hugging Face copies the files of a model's folder into one directory and follows relative imports. So every module that
+`hf/modeling.py` needs is written as one file, named after its path, with relative imports.
 """
 
 import ast
@@ -30,7 +30,7 @@ def write_code(folder: str | Path) -> None:
 
 
 def needed_modules() -> dict[str, str]:
-    """The source of every module of this package that the model imports, directly or not, by its name."""
+    """Source code, by module name, of every contextready module that the model imports, directly or indirectly."""
     sources: dict[str, str] = {}
     waiting = [ENTRY]
     while waiting:
@@ -44,13 +44,13 @@ def needed_modules() -> dict[str, str]:
 
 
 def made_relative(source: str) -> str:
-    """The source with its imports of this package turned into imports of the file beside it."""
+    """Turn imports of this package into relative imports of the files in the same folder."""
     theirs = rf"^(\s*)from ({PACKAGE}(?:\.\w+)+) import"
     return re.sub(theirs, lambda match: f"{match[1]}from .{file_stem(match[2])} import", source, flags=re.M)
 
 
 def _imported(source: str) -> list[str]:
-    """Modules of this package that are imported when the module is."""
+    """Modules of this package that the source imports at its top level."""
     return [
         node.module
         for node in ast.parse(source).body

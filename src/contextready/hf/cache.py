@@ -1,7 +1,7 @@
 """The extra state z in a Hugging Face cache, and how the passes of one forward share that cache.
 
-z rides on the cache's first layer, so whatever generation does to a cache (reorder beams, repeat or select rows, crop
-rejected tokens, reset) is done to z too.
+z is stored in the cache's first layer, so whatever generation does to a cache (reorder beams, repeat or select rows,
+crop rejected tokens, reset) happens to z too.
 """
 
 from collections.abc import Callable
@@ -17,23 +17,23 @@ from contextready.errors import ContextReadyError
 from contextready.model.cache import KVCache
 
 HISTORY = 32
-"""Tokens that can always be cropped; those of the newest forward can be as well, however many they were."""
+"""Number of newest tokens that can always be cropped. All tokens of the newest forward can be cropped too."""
 
 
 class Carrying:
-    """A cache layer that also holds what the newest positions left for their successors, (B, R, C), newest last."""
+    """A cache layer that also holds what the newest positions pass on to the next one, (B, R, C), newest last."""
 
     carried_BRC: Tensor | None = None
 
     def remember(self, carried_BTC: Tensor) -> None:
-        """Keep what the newest positions carry over."""
+        """Store what the newest positions pass on."""
         newest_B1C, held_BRC = carried_BTC[:, -1:], self.carried_BRC
         if not isinstance(self, StaticLayer):
             most = max(HISTORY, carried_BTC.shape[1]) + 1
             before = [] if held_BRC is None else [held_BRC]
             self.carried_BRC = torch.cat([*before, carried_BTC], dim=1)[:, -most:]
         elif held_BRC is None:
-            # A static layer cannot be cropped. Its tensors keep their places, for compiled steps to find.
+            # A static layer cannot be cropped. Its tensors keep their addresses, because compiled steps rely on them.
             self.carried_BRC = newest_B1C.clone()
         else:
             held_BRC.copy_(newest_B1C)
@@ -47,21 +47,21 @@ class Carrying:
             self.carried_BRC = None
 
     def crop(self, amount: int) -> None:
-        """Take the newest tokens back, keys, values and z: -n of them, or down to a length."""
+        """Remove the newest tokens (keys, values and z): n of them for -n, or down to a length."""
         before = self.get_seq_length()  # type: ignore[attr-defined]
         removed = min(before, -amount if amount <= 0 else max(0, before - amount))
         kept = 0 if self.carried_BRC is None or removed == before else self.carried_BRC.shape[1] - removed
         if kept < 1 and removed < before and self.carried_BRC is not None:
-            # Before anything is cropped, so that the cache stays whole.
+            # Raised before anything is cropped, so that the cache stays consistent.
             raise ContextReadyError(
-                f"{removed} tokens cannot be cropped from a cache that remembers z of the newest "
-                f"{self.carried_BRC.shape[1]} only; start a new cache and read the tokens again."
+                f"Cannot crop {removed} tokens from a cache that keeps z of only the newest "
+                f"{self.carried_BRC.shape[1]}; start a new cache and read the tokens again."
             )
         super().crop(amount)  # type: ignore[misc]
         self.carried_BRC = None if self.carried_BRC is None or kept < 1 else self.carried_BRC[:, :kept]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put the rows in the order of the beams."""
+        """Reorder the rows to follow the beams."""
         super().reorder_cache(beam_idx)  # type: ignore[misc]
         self._change(lambda carried: carried.index_select(0, beam_idx.to(carried.device)))
 
@@ -89,7 +89,7 @@ def _carrying(layer_class: Any) -> Any:
 
 
 def as_carrying(layer_class: Any, fields: dict[str, Any]) -> Any:
-    """A layer of this kind, with these fields, that carries z too."""
+    """Create a layer of this class, with these fields, that also carries z."""
     carrying = _carrying(layer_class)
     layer = carrying.__new__(carrying)
     layer.__dict__ = fields
@@ -97,7 +97,7 @@ def as_carrying(layer_class: Any, fields: dict[str, Any]) -> Any:
 
 
 def carrying_layer(cache: Cache) -> Any:
-    """The layer of a cache that carries z; an empty cache is made to have one."""
+    """The layer of a cache that carries z; an empty cache gets one."""
     if not cache.layers:
         cache.layers.append(cache.layer_class_to_replicate())
     first = cache.layers[0]
@@ -105,7 +105,7 @@ def carrying_layer(cache: Cache) -> Any:
         # A static layer's length is a tensor.
         if int(first.get_seq_length()) > 0:
             raise ContextReadyError(
-                "This cache was filled by another model and holds no z; give an empty one, or one that this model "
+                "This cache was filled by another model and holds no z; pass an empty cache, or one that this model "
                 "returned."
             )
         cache.layers[0] = first = as_carrying(type(first), first.__dict__)
@@ -113,20 +113,20 @@ def carrying_layer(cache: Cache) -> Any:
 
 
 class Rewind:
-    """A cache as it was before the first pass of a forward: every pass but the last leaves no trace."""
+    """Snapshot of a cache before the first pass of a forward, so that only the last pass leaves a trace in it."""
 
     def __init__(self, cache: Cache) -> None:
         self.cache, self.saved = cache, [_snapshot(layer) for layer in cache.layers]
 
     def __call__(self) -> None:
-        """Put the cache back."""
+        """Restore the cache."""
         del self.cache.layers[len(self.saved) :]
         for layer, saved in zip(self.cache.layers, self.saved, strict=True):
             if not isinstance(layer, StaticLayer):
                 layer.__dict__.clear()
                 layer.__dict__.update(saved)
                 continue
-            # Static layers are written in place: lengths go back, and what a full window pushed out.
+            # Static layers are written in place, so lengths and whatever a full window pushed out are copied back.
             for name, value in saved.items():
                 held = getattr(layer, name)
                 if isinstance(held, Tensor):
@@ -137,7 +137,7 @@ class Rewind:
 
 def _snapshot(layer: Any) -> dict[str, Any]:
     if not isinstance(layer, StaticLayer):
-        # These replace their tensors and never write into them.
+        # These layers replace their tensors and never write into them.
         return dict(layer.__dict__)
     names = [name for name in ("cumulative_length", "cumulative_length_int") if hasattr(layer, name)]
     if layer.is_sliding and layer.is_initialized:
@@ -147,18 +147,18 @@ def _snapshot(layer: Any) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class Feed:
-    """What the passes of one forward have in common: the cache as it was, and what else the model is told."""
+    """What the passes of one forward share: the cache before them, and the other arguments of the model."""
 
     cache: Cache | None
     arguments: dict[str, Any]
-    """attention_mask, position_ids, and whatever else was given to forward."""
+    """attention_mask, position_ids, and whatever else was passed to forward."""
     rewind: Rewind | None = None
     outputs: Any = None
     """What the inner model returned in the newest pass."""
     used: bool = field(default=False, init=False)
 
     def begin(self) -> dict[str, Any]:
-        """The arguments of the next pass; what an earlier pass wrote is taken back."""
+        """Arguments of the next pass; undoes what an earlier pass wrote to the cache."""
         if self.used and self.rewind is not None:
             self.rewind()
         self.used = True
@@ -166,9 +166,9 @@ class Feed:
 
 
 def as_dynamic(past: KVCache) -> Cache:
-    """A cache that holds what a plain value does; writing to it leaves the value as it is."""
+    """Create a Hugging Face cache with the contents of a `KVCache`; writing to it does not change the value."""
     cache = DynamicCache()
-    # Layers without a window: the model's own mask hides what is out of it, and any token can be rolled back.
+    # Layers have no window: the model's own mask hides older tokens, and any token can be rolled back.
     for keys, values in past.layers:
         layer = DynamicLayer()
         layer.dtype, layer.device = keys.dtype, keys.device

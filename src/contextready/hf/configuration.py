@@ -1,4 +1,4 @@
-"""Configurations that Hugging Face's Auto classes know: the package's own transformer, and context-ready models."""
+"""Configurations registered with Hugging Face's Auto classes: the native transformer, and context-ready models."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ OWN_HEAD = ["transformer.final_norm", "transformer.unembedding"]
 
 
 class BaseTransformerConfig(PretrainedConfig):  # type: ignore[misc]
-    """The package's transformer (the paper's "roformer") under the names that Hugging Face expects."""
+    """The native transformer (the paper's "roformer") under the names that Hugging Face expects."""
 
     model_type = "contextready_base"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (the Trainer adds a list to it)
@@ -44,14 +44,14 @@ class BaseTransformerConfig(PretrainedConfig):  # type: ignore[misc]
         self.max_position_embeddings = max_position_embeddings
         self.run = run
         self.layer_types = ["sliding_attention" if sliding_window else "full_attention"] * num_hidden_layers
-        # These follow from the rest, and older files may say them.
+        # These follow from the other fields, but older files may contain them.
         for key in ("num_key_value_heads", "head_dim", "layer_types"):
             kwargs.pop(key, None)
         super().__init__(**{"tie_word_embeddings": False} | kwargs)
 
     @classmethod
     def of(cls, config: TransformerConfig, max_position_embeddings: int, **kwargs: Any) -> "BaseTransformerConfig":
-        """The configuration of a native transformer."""
+        """Create the configuration that describes a native transformer."""
         return cls(
             vocab_size=config.vocab_size,
             hidden_size=config.width,
@@ -67,7 +67,7 @@ class BaseTransformerConfig(PretrainedConfig):  # type: ignore[misc]
         )
 
     def native(self) -> TransformerConfig:
-        """The native transformer's configuration."""
+        """The same configuration in native form."""
         return TransformerConfig(
             vocab_size=self.vocab_size,
             width=self.hidden_size,
@@ -82,7 +82,7 @@ class BaseTransformerConfig(PretrainedConfig):  # type: ignore[misc]
 
 
 class ContextReadyConfig(PretrainedConfig):  # type: ignore[misc]
-    """A causal language model of any family, and the correction on top of it."""
+    """A causal language model of any family with a correction."""
 
     model_type = "contextready"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (the Trainer adds a list to it)
@@ -101,14 +101,15 @@ class ContextReadyConfig(PretrainedConfig):  # type: ignore[misc]
     ) -> None:
         """Describe a context-ready model.
 
-        base_config       configuration of the causal language model inside
-        structure         names of its parts (`contextready.hf.structure`); none: found when the model is made
-        correction        add, concat, blind or block_head; memoryless is the control that sees no past
-        correction_init   zero: a fresh model is its transformer; or random
-        correction_bias   biases in the correction
+        base_config       configuration of the wrapped causal language model
+        structure         names of its parts (`contextready.hf.structure`); if None, they are found when the model is
+                          created
+        correction        add, balanced, concat, blind or block_head; memoryless is the control that sees no past
+        correction_init   zero (a new model computes the same function as its transformer) or random
+        correction_bias   whether the correction has biases
         passes            K in training
-        tolerance         how much a pass may still change z, per position, when prompts are read
-        run               settings and progress of the run, if the model was trained by this package
+        tolerance         largest relative change of z, per position, at which reading a prompt stops
+        run               settings and progress of the run, if `crt train` trained the model
         """
         if base_config is None:
             base_config = BaseTransformerConfig()
@@ -122,25 +123,25 @@ class ContextReadyConfig(PretrainedConfig):  # type: ignore[misc]
         self.passes = passes
         self.tolerance = tolerance
         self.run = run
-        # What generation looks for on the outermost configuration.
+        # Generation looks for these on the outermost configuration.
         for key in ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings"):
             kwargs.setdefault(key, getattr(base_config, key, None))
         super().__init__(**kwargs)
-        # Found on the inner configuration through __getattr__, and copied; the inner one has it.
+        # The base class finds it on the inner configuration through __getattr__ and copies it; one copy is enough.
         self.__dict__.pop("rope_parameters", None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; where the inner model lay on this machine is left out, as it is of every model."""
+        """Plain values for JSON, without the local path of the inner model."""
         values: dict[str, Any] = super().to_dict()
         values["base_config"].pop("_name_or_path", None)
         return values
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> PretrainedConfig:
-        """The very configuration of the model inside: masks and caches are made from it."""
+        """The configuration of the wrapped model itself, because masks and caches are created from it."""
         return self.base_config.get_text_config(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        # Sizes (vocab_size, hidden_size, num_hidden_layers, …) are those of the model inside.
+        # Sizes (vocab_size, hidden_size, num_hidden_layers, …) are those of the wrapped model.
         if name.startswith("_") or name == "base_config" or "base_config" not in self.__dict__:
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
         return getattr(self.base_config, name)

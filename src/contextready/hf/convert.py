@@ -1,10 +1,10 @@
-"""Conversion: a pretrained model in, the same function with a correction that is still zero out."""
+"""Conversion: gives a pretrained model a zero correction, or writes a run in Hugging Face format, and back."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import exp
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,7 +18,7 @@ from contextready.hf.modeling import BaseTransformerForCausalLM, ContextReadyFor
 from contextready.hf.native import from_native, to_native
 from contextready.model.checks import check_passes
 from contextready.model.config import ModelConfig
-from contextready.model.correction import check_correction, find_correction
+from contextready.model.correction import CORRECTIONS, check_correction, find_correction
 from contextready.runs.checkpoint import open_checkpoint
 from contextready.runs.models import is_pretrained
 
@@ -27,31 +27,98 @@ PROOF = 16
 
 
 @dataclass(frozen=True)
+class Costs:
+    """What a context-ready model costs, with and without its correction."""
+
+    model_parameters: int
+    correction_parameters: int
+    model_macs_per_token: int
+    """Multiply-accumulates, without attention scores."""
+    correction_macs_per_token: int
+    kv_bytes_per_token: int
+    """Size of the KV cache; the correction does not change it."""
+    carried_bytes: int
+    """Size of z, which each stream carries in addition."""
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Names and values for people."""
+        more_parameters = self.correction_parameters / self.model_parameters
+        more_macs = self.correction_macs_per_token / self.model_macs_per_token
+        return [
+            ("model parameters", f"{self.model_parameters:,}"),
+            ("correction parameters", f"{self.correction_parameters:,} (+{more_parameters:.2%})"),
+            (
+                "model FLOPs per token (multiply-accumulates, without attention scores)",
+                f"{self.model_macs_per_token:,}",
+            ),
+            ("correction FLOPs per token", f"{self.correction_macs_per_token:,} (+{more_macs:.2%})"),
+            ("KV cache per token (unchanged)", f"{self.kv_bytes_per_token:,} bytes"),
+            ("additional state per stream (z)", f"{self.carried_bytes:,} bytes"),
+        ]
+
+
+@dataclass(frozen=True)
+class Training:
+    """How far a run was trained, and its best validation."""
+
+    step: int
+    tokens: int
+    best_step: int | None
+    best_perplexity: float | None
+    passes: int | None
+    """K of the validation; None if it was streamed token by token."""
+
+    def rows(self) -> dict[str, str]:
+        """Names and sentences for the model card."""
+        measured = {"Training": f"{self.step:,} steps, {self.tokens:,} tokens."}
+        if self.best_perplexity is not None:
+            passes = "streaming" if self.passes is None else f"K={self.passes}"
+            measured["Best validation"] = (
+                f"perplexity {self.best_perplexity:.3f} at step {self.best_step:,} ({passes})."
+            )
+        return measured
+
+
+@dataclass(frozen=True)
 class Conversion:
-    """What was written, and what the correction costs."""
+    """What was written, and what is known about it."""
 
     out: Path
+    format: Literal["hugging_face", "checkpoint"]
     what: str
-    """One sentence."""
-    costs: list[tuple[str, str]]
+    """One sentence about the result, and the next command."""
+    costs: Costs | None = None
+    """If the model written is a context-ready one in Hugging Face format."""
+    training: Training | None = None
+    """If a run or checkpoint was converted."""
+
+    def as_record(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "out": str(self.out),
+            "format": self.format,
+            "costs": None if self.costs is None else asdict(self.costs),
+            "training": None if self.training is None else asdict(self.training),
+        }
 
 
 def convert(
     source: str, out: Path, *, correction: str = "add", bias: bool = False, passes: int = 5, best: bool = False
 ) -> Conversion:
-    """Write OUT from any model.
+    """Convert any model and write the result to OUT.
 
-    A pretrained causal language model gets a zero correction; a run or checkpoint of this package is written in the
-    format of Hugging Face; and such a folder, if the model in it is this package's own, as a checkpoint again.
+    A pretrained causal language model gets a zero correction. A run or checkpoint is written in Hugging Face format. A
+    native model in Hugging Face format is written as a checkpoint again.
     """
     if out.exists():
-        raise ContextReadyError(f"{out} exists already; choose another folder.")
+        raise ContextReadyError(f"{out} already exists; delete it or choose another name.")
     check_passes(passes)
     check_correction(correction, "random")
     if not find_correction(correction).parts.has_network:
+        usable = ", ".join(name for name, definition in CORRECTIONS.items() if definition.parts.has_network)
         raise ContextReadyError(
-            f"correction={correction} has no output layer of its own, so it cannot start at zero and would change the "
-            "model; choose add, concat or blind."
+            f"correction={correction} has no output layer that could start at zero, so it would change the model; "
+            f"choose one of: {usable}."
         )
     path = Path(source)
     if path.is_dir() and not is_pretrained(path):
@@ -59,44 +126,52 @@ def convert(
     lm = load_lm(source, dtype="auto")
     if isinstance(lm, ContextReadyForCausalLM | BaseTransformerForCausalLM):
         to_native(path, lm, out)
-        return Conversion(out, f"Wrote {out}, a checkpoint of this package. Next: crt eval {out} --data DATA", [])
+        what = f"Wrote {out}, a native checkpoint. Next: crt eval {out} --data DATA"
+        return Conversion(out, "checkpoint", what)
     return _from_pretrained(source, lm, out, {"correction": correction, "correction_bias": bias, "passes": passes})
 
 
 def _from_pretrained(source: str, lm: Any, out: Path, settings: dict[str, Any]) -> Conversion:
-    # Where it lay on this machine is nobody else's business; a name on the Hub is.
+    # The card names a model on the Hub, but never a local path.
     base = source if not Path(source).exists() else None
     tokens_1T = torch.arange(PROOF)[None] % lm.config.get_text_config().vocab_size
     with torch.no_grad():
         before_1TV = lm(tokens_1T).logits
         model = ContextReadyForCausalLM.wrap(lm, **settings)
         if not torch.equal(model(tokens_1T).logits, before_1TV):
-            raise ContextReadyError(f"{source} changed when it was converted, which must not be; nothing was written.")
-    costs = describe_costs(model)
-    measured = {"Before any training": f"the logits of {base or 'the original'}, bit for bit, on {PROOF} tokens."}
-    _write(out, model, load_tokenizer(source), base, costs, measured=measured)
-    return Conversion(
-        out,
-        f"Wrote {out}: {type(lm).__name__} with a zero correction, the same logits. "
-        f"Next: crt train convert pretrained={out} data=DATA",
-        costs,
+            raise ContextReadyError(
+                f"{source} cannot be converted: its logits changed, although the correction is zero. Nothing was "
+                "written."
+            )
+    costs = count_costs(model)
+    measured = {"Before training": f"identical logits to {base or 'the original model'}, checked on {PROOF} tokens."}
+    _write(out, model, load_tokenizer(source), base, costs.rows(), measured=measured)
+    what = (
+        f"Wrote {out}: {type(lm).__name__} with a zero correction; its logits are unchanged. "
+        f"Next: crt train convert pretrained={out} data=DATA"
     )
+    return Conversion(out, "hugging_face", what, costs)
 
 
 def _from_run(run: Path, out: Path, best: bool) -> Conversion:
     checkpoint = open_checkpoint(run, best)
     model, tokenizer = from_native(checkpoint.folder)
     p, train = checkpoint.progress, checkpoint.config["train"]
-    measured = {"Trained": f"{p.step:,} steps, {p.sequences * train['block_size']:,} tokens."}
-    if p.best_loss is not None:
-        passes = "streamed" if train["passes"] is None else f"K={train['passes']}"
-        perplexity = exp(min(p.best_loss, 700.0))
-        measured["Best validation"] = f"perplexity {perplexity:.3f} at step {p.best_step:,} ({passes})."
-    costs = describe_costs(model) if isinstance(model, ContextReadyForCausalLM) else []
-    # A native tokenizer goes along as it is, not as another library would write it.
+    training = Training(
+        step=p.step,
+        tokens=p.sequences * train["block_size"],
+        best_step=None if p.best_loss is None else p.best_step,
+        best_perplexity=None if p.best_loss is None else exp(min(p.best_loss, 700.0)),
+        passes=train["passes"],
+    )
+    costs = count_costs(model) if isinstance(model, ContextReadyForCausalLM) else None
+    # A native tokenizer is copied as it is, because transformers would write it differently.
     exact = checkpoint.folder / FILE if isinstance(checkpoint.model_config, ModelConfig) else None
-    _write(out, model, tokenizer, None, costs, measured=measured, exact=exact)
-    return Conversion(out, f"Wrote {out}. Next: crt generate {out} 'Once upon a time'", costs)
+    rows = [] if costs is None else costs.rows()
+    _write(out, model, tokenizer, None, rows, measured=training.rows(), exact=exact)
+    return Conversion(
+        out, "hugging_face", f"Wrote {out}. Next: crt generate {out} 'Once upon a time'", costs, training=training
+    )
 
 
 def _write(
@@ -118,20 +193,21 @@ def _write(
 
 
 def describe_costs(model: ContextReadyForCausalLM) -> list[tuple[str, str]]:
-    """Parameters, multiply-accumulates and cache of a context-ready model, with and without its correction."""
+    """Parameters, multiply-accumulates and cache of a context-ready model, as text for people."""
+    return count_costs(model).rows()
+
+
+def count_costs(model: ContextReadyForCausalLM) -> Costs:
+    """Count parameters, multiply-accumulates and cache of a context-ready model, with and without its correction."""
     account = cost(model.model, model.config.correction)
     backbone = model.model.backbone
     past = backbone.init_cache(1)
     itemsize = next(backbone.parameters()).dtype.itemsize
-    kv = sum((t.shape[1] * t.shape[3]) * itemsize for kv in past.layers for t in kv)
-    plain, added = account.macs_blocks + account.macs_head, account.macs_correction
-    ours = account.correction_parameters
-    base = account.parameters - ours
-    return [
-        ("parameters of the model", f"{base:,}"),
-        ("parameters of the correction", f"{ours:,} (+{ours / base:.2%})"),
-        ("FLOPs per token of the model (multiply-accumulates, attention scores left out)", f"{plain:,}"),
-        ("FLOPs per token of the correction", f"{added:,} (+{added / plain:.2%})"),
-        ("KV cache per token, as before", f"{kv:,} bytes"),
-        ("carried besides by a stream (z)", f"{backbone.width * itemsize:,} bytes"),
-    ]
+    return Costs(
+        model_parameters=account.parameters - account.correction_parameters,
+        correction_parameters=account.correction_parameters,
+        model_macs_per_token=account.macs_blocks + account.macs_head,
+        correction_macs_per_token=account.macs_correction,
+        kv_bytes_per_token=sum((t.shape[1] * t.shape[3]) * itemsize for kv in past.layers for t in kv),
+        carried_bytes=backbone.width * itemsize,
+    )

@@ -1,4 +1,4 @@
-"""Training a pretrained model with `crt train`: what is trained of it, and how it comes back from a checkpoint."""
+"""Training a pretrained model with `crt train`: which weights are trained, and how a checkpoint restores the model."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from contextready.runs.config import PretrainedModelConfig
 
 
 def start(config: PretrainedModelConfig) -> ContextReady:
-    """The model to train, from the pretrained weights; a plain model gets a fresh correction, or none."""
+    """Load the model to train from pretrained weights; a plain model gets a new correction, or none."""
     loaded = load_lm(config.pretrained)
     if not isinstance(loaded, ContextReadyForCausalLM):
         backbone = HFBackbone(loaded, find_structure(loaded))
@@ -30,8 +30,8 @@ def start(config: PretrainedModelConfig) -> ContextReady:
         return _prepared(loaded.model, config)
     if not loaded.model.correction.is_untrained:
         raise ContextReadyError(
-            f"{config.pretrained} has a trained correction of the kind {theirs}; set correction={theirs}, or start "
-            "from the model it was made of."
+            f"{config.pretrained} already has a trained correction ({theirs}); set correction={theirs}, or start from "
+            "the original model."
         )
     inner = loaded.model.backbone
     assert isinstance(inner, HFBackbone)
@@ -39,7 +39,7 @@ def start(config: PretrainedModelConfig) -> ContextReady:
 
 
 def rebuild(config: PretrainedModelConfig, description: dict[str, Any]) -> ContextReady:
-    """The same model without its weights, as `describe` described it."""
+    """Build the model that `describe` described, without its weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(**description["base_config"]), dtype=torch.float32)
@@ -48,7 +48,7 @@ def rebuild(config: PretrainedModelConfig, description: dict[str, Any]) -> Conte
 
 
 def describe(model: ContextReady) -> dict[str, Any]:
-    """What `rebuild` needs, as plain JSON values."""
+    """Describe a model for `rebuild`, as plain JSON values."""
     backbone = model.backbone
     assert isinstance(backbone, HFBackbone)
     base = backbone.lm.config.to_dict()
@@ -62,7 +62,7 @@ def describe(model: ContextReady) -> dict[str, Any]:
 
 
 def cost(model: ContextReady, correction: str | None) -> Account:
-    """Multiply-accumulates and parameters: every matrix of the blocks and of the head once per token."""
+    """Count multiply-accumulates and parameters; a token uses every matrix of the blocks and of the head once."""
     backbone = model.backbone
     assert isinstance(backbone, HFBackbone)
     inner = backbone.lm.config.get_text_config()
@@ -72,7 +72,7 @@ def cost(model: ContextReady, correction: str | None) -> Account:
     return Account(
         config=ModelConfig(
             vocab_size=inner.vocab_size,
-            # Of attention, which may be wider or narrower than the model.
+            # The width of attention, which may differ from the model's.
             width=heads * head_size,
             layers=inner.num_hidden_layers,
             heads=heads,
@@ -88,7 +88,7 @@ def cost(model: ContextReady, correction: str | None) -> Account:
 
 
 def merge(model: ContextReady) -> None:
-    """Put what LoRA has learnt into the weights it stands beside, and take it away."""
+    """Merge LoRA adapters into the weights they adapt, and remove them."""
     peft = require("peft.tuners.tuners_utils", "hf")
     for name, part in list(model.named_modules()):
         if isinstance(part, peft.BaseTunerLayer):
@@ -106,7 +106,7 @@ def _corrected(backbone: HFBackbone, config: PretrainedModelConfig, bias: bool =
 
 
 def _prepared(model: ContextReady, config: PretrainedModelConfig) -> ContextReady:
-    """Freeze what is not trained, and add the adapters."""
+    """Freeze the weights that are not trained, and add LoRA adapters if they are requested."""
     backbone = model.backbone
     assert isinstance(backbone, HFBackbone)
     if config.tune != "all":
@@ -124,7 +124,7 @@ def _prepared(model: ContextReady, config: PretrainedModelConfig) -> ContextRead
 
 
 def _linears_in_blocks(backbone: HFBackbone) -> list[str]:
-    """Every linear layer of every block, by its full name."""
+    """Full names of all linear layers in the blocks."""
     prefix = backbone.structure.blocks
     blocks = backbone.lm.get_submodule(prefix)
     linear_classes = (nn.Linear, require("transformers.pytorch_utils", "hf").Conv1D)

@@ -1,4 +1,4 @@
-"""A folder of Hugging Face where a run or checkpoint of this package is expected: to evaluate it, to generate."""
+"""A Hugging Face folder used in place of a run or checkpoint, for evaluation and generation."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,23 +13,23 @@ from contextready.model.context_ready import ContextReady
 from contextready.runs.checkpoint import Checkpoint, Progress
 
 LONGEST = 1024
-"""Tokens in a window of an evaluation, unless the model knows fewer positions or more are asked for."""
+"""Tokens per evaluation sequence, unless the model supports fewer positions or another length is requested."""
 
 
 @dataclass(frozen=True)
 class PretrainedFolder(Checkpoint):
-    """A model in the format of Hugging Face, context-ready or not, behind what a checkpoint offers."""
+    """A Hugging Face model, context-ready or not, with the interface of a checkpoint."""
 
     lm: Any
 
     @property
     def vocab_size(self) -> int:
-        """The tokens it knows."""
+        """V, the number of tokens."""
         size: int = self.lm.config.get_text_config().vocab_size
         return size
 
     def model(self) -> ContextReady:
-        """The model, on the CPU and ready to evaluate; one that is not context-ready has no correction."""
+        """The model, on the CPU and in evaluation mode; a model that is not context-ready has no correction."""
         if isinstance(self.lm, ContextReadyForCausalLM):
             return self.lm.model
         if isinstance(self.lm, BaseTransformerForCausalLM):
@@ -42,7 +42,9 @@ def open_folder(path: Path) -> PretrainedFolder:
     lm = load_lm(str(path))
     tokenizer = native_tokenizer(str(path))
     if tokenizer is None:
-        raise ContextReadyError(f"{path} has no tokenizer.json, by which this package reads text; save a fast one.")
+        raise ContextReadyError(
+            f"{path} has no tokenizer.json; save a fast tokenizer there with tokenizer.save_pretrained(FOLDER)."
+        )
     known = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or LONGEST
     passes = lm.config.passes if isinstance(lm, ContextReadyForCausalLM) else 1
     return PretrainedFolder(

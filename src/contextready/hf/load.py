@@ -1,4 +1,4 @@
-"""Opening pretrained models: a Hugging Face folder, a name on the Hub, a GGUF file, or a run of this package."""
+"""Loads pretrained models from a Hugging Face folder, a name on the Hub, a GGUF file, or a run."""
 
 import re
 import struct
@@ -23,9 +23,9 @@ UNFIT = ("missing_keys", "mismatched_keys")
 
 
 def load_model(source: str, device: str = "cpu", dtype: Any = torch.float32) -> tuple[Any, Any]:
-    """A causal language model, context-ready or not, and its tokenizer; a run of this package is converted in memory.
+    """Load a causal language model, context-ready or not, and its tokenizer; a run is converted in memory.
 
-    A plain name is looked for on the Hub; `dtype="auto"` keeps the weights' own type.
+    A name that is not a local folder is looked up on the Hub. `dtype="auto"` keeps the type of the weights.
     """
     require("transformers", "hf")
     path = Path(source)
@@ -38,7 +38,7 @@ def load_model(source: str, device: str = "cpu", dtype: Any = torch.float32) -> 
 
 
 def load_lm(source: str, dtype: Any = torch.float32) -> Any:
-    """A causal language model by a folder, a name on the Hub or a GGUF file; weights must be safetensors or GGUF."""
+    """Load a causal language model from a folder, the Hub or a GGUF file; weights must be safetensors or GGUF."""
     require("transformers", "hf")
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
@@ -49,12 +49,12 @@ def load_lm(source: str, dtype: Any = torch.float32) -> Any:
         config = _load_config(source, where)
         if config.is_encoder_decoder:
             raise ContextReadyError(
-                f"{source} is an encoder-decoder model ({config.model_type}); only decoders that read left to right "
-                "can be converted."
+                f"{source} is an encoder-decoder model ({config.model_type}); only decoder-only models can be "
+                "converted."
             )
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ContextReadyError(
-                f"{source} is no causal language model: transformers knows none of the kind {config.model_type}."
+                f"{source} is not a causal language model: transformers has none of type {config.model_type}."
             )
         try:
             lm, info = AutoModelForCausalLM.from_pretrained(
@@ -67,17 +67,17 @@ def load_lm(source: str, dtype: Any = torch.float32) -> Any:
     wrong = sorted(key if isinstance(key, str) else key[0] for group in UNFIT for key in info[group])
     if wrong:
         raise ContextReadyError(
-            f"The weights of {source} are not those of its config.json: {len(wrong)} are missing or of another shape, "
-            f"for example {wrong[0]}."
+            f"The weights of {source} do not match its config.json: {len(wrong)} are missing or have another shape, "
+            f"for example {wrong[0]}. Download or save the model again."
         )
     if "gguf_file" in where:
-        # The weights are plain numbers now; saved with them, this would have them read as quantised.
+        # The weights are dequantised now. If this were saved with them, they would be read as quantised.
         del lm.config.quantization_config
     return lm.eval()
 
 
 def load_tokenizer(source: str) -> Any:
-    """The tokenizer of a model, as transformers opens it."""
+    """Load a model's tokenizer with transformers."""
     require("transformers", "hf")
     from transformers import AutoTokenizer
 
@@ -85,11 +85,11 @@ def load_tokenizer(source: str) -> Any:
         try:
             return AutoTokenizer.from_pretrained(**_where(source, weights=False))
         except Exception as error:
-            raise ContextReadyError(f"{source} has no tokenizer that can be opened: {_first_line(error)}") from None
+            raise ContextReadyError(f"The tokenizer of {source} cannot be loaded: {_first_line(error)}") from None
 
 
 def native_tokenizer(source: str) -> Tokenizer | None:
-    """The tokenizer of a model as this package reads it, where it is a fast one with an end token."""
+    """Load a model's tokenizer as a native `Tokenizer`; None unless it is a fast tokenizer."""
     _where(source)
     folder = Path(source)
     if (folder / FILE).is_file():
@@ -100,7 +100,7 @@ def native_tokenizer(source: str) -> Tokenizer | None:
 
 
 def _where(source: str, weights: bool = True) -> dict[str, str]:
-    """The arguments by which transformers finds it; what cannot be a model is refused here."""
+    """Arguments with which transformers finds the model; refuses what cannot be one."""
     path = Path(source)
     if path.suffix == GGUF:
         require("gguf", "hf")
@@ -110,32 +110,33 @@ def _where(source: str, weights: bool = True) -> dict[str, str]:
     if path.is_dir():
         if weights and not is_pretrained(path):
             raise ContextReadyError(
-                f"{source} is no model of Hugging Face: it has no config.json that names a model_type (a run of this "
-                "package becomes one with crt convert RUN OUT)."
+                f"{source} is not a Hugging Face model: it has no config.json with a model_type. To convert a run: "
+                "crt convert RUN OUT"
             )
         if weights and not any(path.glob("*.safetensors")):
             pickled = sorted(file.name for pattern in PICKLED for file in path.glob(pattern))
             if pickled:
                 raise ContextReadyError(
-                    f"The weights of {source} are pickled ({pickled[0]}), which can run code when they are read; save "
-                    "them as safetensors first: model.save_pretrained(FOLDER)."
+                    f"The weights of {source} are pickled ({pickled[0]}), and reading them could run code; save them "
+                    "as safetensors first with model.save_pretrained(FOLDER)."
                 )
-            raise ContextReadyError(f"{source} holds no weights: there is no .safetensors file in it.")
+            raise ContextReadyError(f"{source} contains no weights: it has no .safetensors file. Save the model again.")
         return {"pretrained_model_name_or_path": source}
     if path.exists() or not HUB_NAME.fullmatch(source):
         raise ContextReadyError(
-            f"There is no model at {source}; give a folder, a .gguf file, or a name on the Hugging Face Hub."
+            f"There is no model at {source}; give a folder, a .gguf file, or the name of a model on the Hugging Face "
+            "Hub."
         )
     return {"pretrained_model_name_or_path": source}
 
 
 def _check_gguf(path: Path) -> None:
     if not path.is_file():
-        raise ContextReadyError(f"There is no file {path}.")
+        raise ContextReadyError(f"There is no file at {path}; check the path.")
     with path.open("rb") as file:
         head = file.read(8)
     if head[:4] != b"GGUF" or len(head) < 8 or struct.unpack("<I", head[4:])[0] not in (2, 3):
-        raise ContextReadyError(f"{path} is not a GGUF file of version 2 or 3.")
+        raise ContextReadyError(f"{path} is not a GGUF file (version 2 or 3); download or export it again.")
 
 
 def _load_config(source: str, where: dict[str, str]) -> Any:
@@ -148,7 +149,7 @@ def _load_config(source: str, where: dict[str, str]) -> Any:
 
 
 def _refuse(source: str, error: Exception) -> NoReturn:
-    raise ContextReadyError(f"{source} cannot be opened as a model: {_first_line(error)}") from None
+    raise ContextReadyError(f"{source} cannot be loaded as a model: {_first_line(error)}") from None
 
 
 def _first_line(error: Exception) -> str:
@@ -158,7 +159,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def quiet() -> "Iterator[None]":
-    """Hold transformers' progress bars and remarks back for a while."""
+    """Silence the progress bars and log messages of transformers inside the block."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -1,7 +1,7 @@
-"""Context-ready models in Hugging Face: any causal language model, corrected, with all of `generate`.
+"""Context-ready models for transformers: any causal language model with a correction, and all of `generate`.
 
-Reading T tokens at once makes parallel passes until no position's z changes by more than the tolerance (T + 1 passes
-are exact whatever happens); reading one token is the recurrence itself, exact in one pass.
+Reading T tokens at once runs parallel passes until z changes by no more than the tolerance at any position. T + 1
+passes are always exact. Reading a single token is the recurrence itself, so one pass is exact.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ from contextready.solve.norms import largest_change
 
 
 class ContextReadyForCausalLM(SavesItsCode, PreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    """A causal language model whose tokens enter already corrected by the previous position's output."""
+    """A causal language model that corrects each token with the previous position's output before the blocks."""
 
     config_class = ContextReadyConfig
     base_model_prefix = "model"
@@ -39,7 +39,7 @@ class ContextReadyForCausalLM(SavesItsCode, PreTrainedModel, GenerationMixin):  
     _can_compile_fullgraph = True
 
     def __init__(self, config: ContextReadyConfig, lm: PreTrainedModel | None = None) -> None:
-        """Make the model, around `lm` if one is given, else around a fresh one by `config.base_config`."""
+        """Create the model around `lm`, or around a new model described by `config.base_config`."""
         super().__init__(config)
         if lm is None:
             lm = AutoModelForCausalLM.from_config(config.base_config)
@@ -51,12 +51,12 @@ class ContextReadyForCausalLM(SavesItsCode, PreTrainedModel, GenerationMixin):  
         self._no_split_modules = getattr(lm, "_no_split_modules", None)
         self.supports_gradient_checkpointing = lm.supports_gradient_checkpointing
         self.post_init()
-        # Left to itself, post_init looks for tied weights in direct children only.
+        # By default, post_init looks for tied weights in direct children only.
         self.all_tied_weights_keys = self.get_expanded_tied_weights_keys(all_submodels=True)
 
     @classmethod
     def wrap(cls, lm: PreTrainedModel, **settings: Any) -> "ContextReadyForCausalLM":
-        """Convert a causal language model in memory: the same function until it is trained.
+        """Convert a causal language model in memory; it computes the same function until it is trained.
 
         `settings` are those of `ContextReadyConfig`: correction, passes, tolerance, …
         """
@@ -69,18 +69,18 @@ class ContextReadyForCausalLM(SavesItsCode, PreTrainedModel, GenerationMixin):  
 
     @property
     def lm(self) -> Any:
-        """The causal language model inside."""
+        """The wrapped causal language model."""
         backbone = self.model.backbone
         assert isinstance(backbone, HFBackbone)
         return backbone.lm
 
     def get_input_embeddings(self) -> nn.Module:
-        """Tokens to e."""
+        """The embedding of tokens, e."""
         embeddings: nn.Module = self.lm.get_input_embeddings()
         return embeddings
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace it."""
+        """Replace the embedding of tokens."""
         self.lm.set_input_embeddings(value)
 
     def get_output_embeddings(self) -> nn.Module | None:
@@ -89,7 +89,7 @@ class ContextReadyForCausalLM(SavesItsCode, PreTrainedModel, GenerationMixin):  
         return embeddings
 
     def set_output_embeddings(self, value: nn.Module) -> None:
-        """Replace it."""
+        """Replace the projection to logits."""
         self.lm.set_output_embeddings(value)
 
     def forward(
@@ -105,13 +105,13 @@ class ContextReadyForCausalLM(SavesItsCode, PreTrainedModel, GenerationMixin):  
         passes: int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits of the next tokens, and the loss if labels are given.
+        """Compute logits of the next tokens, and the loss if labels are given.
 
-        `passes` fixes K (1: the model inside, uncorrected). Without it, training makes `config.passes`, and otherwise
-        passes are made until they change z by no more than `config.tolerance` anywhere.
+        `passes` sets K; with K = 1 the wrapped model runs without correction. By default K is `config.passes` in
+        training mode. Otherwise passes run until z changes by no more than `config.tolerance` at any position.
         """
         if (input_ids is None) == (inputs_embeds is None):
-            raise ContextReadyError("Give either input_ids or inputs_embeds.")
+            raise ContextReadyError("Pass exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
             assert input_ids is not None
             inputs_embeds = self.model.backbone.embed(input_ids)
@@ -143,11 +143,11 @@ class ContextReadyForCausalLM(SavesItsCode, PreTrainedModel, GenerationMixin):  
     def _solve(
         self, e_BTC: Tensor, feed: Feed, position_ids: Tensor, attention_mask: Any, past: Any, *, passes: int | None
     ) -> Pass:
-        """The pass whose z is the answer; its keys and values are the ones left in the cache."""
+        """Run the passes; returns the last one, whose keys and values stay in the cache."""
         T = e_BTC.shape[1]
         carried_BRC = None if feed.cache is None else carrying_layer(feed.cache).carried_BRC
         before_B1C = torch.zeros_like(e_BTC[:, :1]) if carried_BRC is None else carried_BRC[:, -1:].to(e_BTC)
-        # A document begins at position 0, whatever lies before it in the row: padding, or another document.
+        # A document begins at position 0, even if padding or another document precedes it in the row.
         starts_BT1 = (position_ids == 0)[..., None]
 
         def recur(e_BTC: Tensor, carried_BTC: Tensor | None, past: Any) -> Pass:
@@ -173,13 +173,13 @@ class ContextReadyForCausalLM(SavesItsCode, PreTrainedModel, GenerationMixin):  
         return result
 
     def _tolerance(self, dtype: torch.dtype) -> float:
-        """What counts as no change: never less than rounding can tell."""
+        """Largest change that counts as converged; never below what rounding allows."""
         return max(float(self.config.tolerance), 4 * torch.finfo(dtype).eps)
 
     def _keeps_cache(self, use_cache: bool | None, labels: Any, attention_mask: Any, position_ids: Any) -> bool:
         if use_cache is not None:
             return use_cache
-        # Models keep documents that are packed into one row apart only where there is no cache.
+        # Models keep documents that are packed into one row apart only when there is no cache.
         packed = position_ids is not None and attention_mask is None
         return bool(getattr(self.config.base_config, "use_cache", True)) and not (
             self.training or labels is not None or packed
@@ -191,7 +191,7 @@ class ContextReadyForCausalLM(SavesItsCode, PreTrainedModel, GenerationMixin):  
             carrying_layer(model_kwargs["past_key_values"])
 
     def create_masks_for_generate(self, config: Any, **kwargs: Any) -> Any:
-        """The masks of the model inside, made as it makes them."""
+        """Create the masks as the wrapped model does."""
         make = getattr(self.lm, "create_masks_for_generate", create_masks_for_generate)
         return make(config=self.lm.config, **kwargs)
 
@@ -201,7 +201,7 @@ class ContextReadyForCausalLM(SavesItsCode, PreTrainedModel, GenerationMixin):  
 
 
 def _positions(e_BTC: Tensor, attention_mask: Any, past: Any) -> Tensor:
-    """Positions of the new tokens, counted from the first that is not padding."""
+    """Positions of the new tokens, counted from the first token that is not padding."""
     T = e_BTC.shape[1]
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
         counted_BT = _newest_columns((attention_mask.long().cumsum(-1) - 1).clamp(min=0), T, past)
@@ -211,7 +211,7 @@ def _positions(e_BTC: Tensor, attention_mask: Any, past: Any) -> Tensor:
 
 
 def _newest_columns(mask_BS: Any, T: int, past: Any) -> Tensor | None:
-    """What a mask over all tokens, or over all places of a static cache, says of the T new ones."""
+    """Columns of the T new tokens in a mask over all tokens or over all slots of a static cache."""
     if not isinstance(mask_BS, Tensor) or mask_BS.dim() != 2:
         return None
     first = 0 if mask_BS.shape[1] == T else int(past)

@@ -1,4 +1,4 @@
-"""Between this package's checkpoints and the format of Hugging Face, both ways, without losing a bit."""
+"""Converts between native checkpoints and Hugging Face format, in both directions, bit for bit."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +25,7 @@ from contextready.runs.config import PAPER_PASSES, TrainConfig
 
 
 def from_native(path: Path, best: bool = False) -> tuple[Any, Any]:
-    """The model of a run or checkpoint as Hugging Face has it, and its tokenizer."""
+    """Convert the model of a run or checkpoint to a Hugging Face model; also returns its tokenizer."""
     checkpoint = open_checkpoint(path, best)
     checkpoint.must_have_learned_text()
     model = checkpoint.model()
@@ -55,13 +55,13 @@ def from_native(path: Path, best: bool = False) -> tuple[Any, Any]:
 
 
 def to_native(source: Path, model: Any, out: Path) -> Path:
-    """Write a model of this package, from the format of Hugging Face, as a checkpoint without optimizer."""
+    """Write a native model in Hugging Face format as a checkpoint, without optimizer state."""
     is_ready = isinstance(model, ContextReadyForCausalLM)
     lm = model.lm if is_ready else model
     if not isinstance(lm, BaseTransformerForCausalLM):
         raise ContextReadyError(
-            f"{source} is a {type(lm).__name__}, which has no native form; crt train convert pretrained={source} "
-            "trains it as it is."
+            f"{source} is a {type(lm).__name__}, which has no native form. Train it as it is with: crt train convert "
+            f"pretrained={source}"
         )
     weights = {name: p.detach() for name, p in lm.model.native.named_parameters()}
     if is_ready:
@@ -76,7 +76,7 @@ def to_native(source: Path, model: Any, out: Path) -> Path:
 
 
 def _native_settings(config: Any, base: BaseTransformerConfig, is_ready: bool, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Settings of a model that was made in transformers, without a run of this package."""
+    """Settings of a native model that was created in transformers, without a run."""
     shape = asdict(base.native())
     correction = {"correction": config.correction, "correction_init": config.correction_init} if is_ready else {}
     train = TrainConfig(
@@ -89,7 +89,7 @@ def _native_settings(config: Any, base: BaseTransformerConfig, is_ready: bool, t
 
 
 def _of_pretrained(checkpoint: Checkpoint, model: ContextReady) -> Any:
-    """What training made of a pretrained model."""
+    """The Hugging Face model that results from training a pretrained model."""
     if checkpoint.config["model"]["tune"] == "lora":
         merge(model)
     for p in model.parameters():
@@ -102,7 +102,7 @@ def _of_pretrained(checkpoint: Checkpoint, model: ContextReady) -> Any:
     lm = backbone.lm
     lm.generation_config = GenerationConfig(**described["generation_config"])
     if isinstance(lm, BaseTransformerForCausalLM):
-        lm.config.run = None  # of the run that it came from
+        lm.config.run = None  # describes the run before this one
     if not model.is_recurrent:
         return lm.eval()
     config = ContextReadyConfig(
@@ -120,7 +120,7 @@ def _of_pretrained(checkpoint: Checkpoint, model: ContextReady) -> Any:
 
 
 def _tokenizer_of_pretrained(checkpoint: Checkpoint) -> Any:
-    """The tokenizer that the model came with, chat template and all; where it is gone, what the checkpoint keeps."""
+    """The tokenizer of the original model, with its chat template; if that is gone, the checkpoint's tokenizer."""
     try:
         return load_tokenizer(checkpoint.config["model"]["pretrained"])
     except ContextReadyError:

@@ -1,4 +1,4 @@
-"""What runs ask of Hugging Face: models to start from and to rebuild, their cost, their tokenizers, their folders."""
+"""What runs need from this package: pretrained models to start from or rebuild, their costs, tokenizers and folders."""
 
 from contextready.hf.finetune import cost, describe, rebuild, start
 from contextready.hf.folder import open_folder

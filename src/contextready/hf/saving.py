@@ -1,4 +1,4 @@
-"""Saving a model together with the code that loads it, here and from wherever that code was copied to."""
+"""Saves a model together with the code that loads it, whether this module is installed or was copied with a model."""
 
 import shutil
 from importlib import import_module
@@ -10,19 +10,19 @@ ENTRY = "contextready_hf_modeling"
 
 
 class SavesItsCode:
-    """A model that `trust_remote_code` loads where this package is not installed."""
+    """A model that `trust_remote_code` can load when this package is not installed."""
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
-        """Save weights and configuration, and with them the code that loads them where this package is not."""
+        """Save weights, configuration, and the code that loads them when this package is not installed."""
         folder, config = Path(save_directory), self.config  # type: ignore[attr-defined]
         folder.mkdir(parents=True, exist_ok=True)
         if __name__.startswith("contextready."):
-            # By name: Hugging Face looks for imports in the text of this file, which goes along without that one.
+            # Imported by name: Hugging Face scans the text of this file for imports, and bundle.py is not copied.
             import_module("contextready.hf.bundle").write_code(folder)
         else:
             for file in Path(__file__).parent.glob("contextready_*.py"):
                 shutil.copyfile(file, folder / file.name)
-        # Loaded as remote code, a class has transformers write this anew, for the one file that it is in.
+        # For a class loaded as remote code, transformers would rewrite auto_map for the single file that defines it.
         type(config)._auto_class = None
         config.auto_map = {
             "AutoConfig": f"{ENTRY}.{type(config).__name__}",

@@ -1,8 +1,8 @@
-"""Where the blocks and the head of a pretrained causal language model are: looked for, then proved on real numbers.
+"""Finds the blocks and the head of a pretrained causal language model and verifies them numerically.
 
-Families name and nest their parts in ways of their own, but every one is a list of `num_hidden_layers` equal blocks,
-between an embedding and a few modules that turn the last block's output into logits. These are found by running the
-model once and are believed only if the three functions made of them give its own logits, bit for bit.
+Model families name and nest their parts differently, but each has a list of `num_hidden_layers` equal blocks between an
+embedding and a few modules that turn the last block's output into logits. Running the model once finds these parts.
+They are accepted only if embed, blocks and head built from them reproduce the model's own logits bit for bit.
 """
 
 from collections.abc import Iterator
@@ -21,24 +21,24 @@ SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "logit_softcap")
 
 @dataclass(frozen=True)
 class Structure:
-    """The parts of a causal language model, by the names of its modules."""
+    """Module names of the parts of a causal language model."""
 
     blocks: str
-    """The list of blocks."""
+    """Name of the list of blocks."""
     head: tuple[str, ...]
-    """What runs after the last block, in order: norms, then the projection to logits."""
+    """Modules that run after the last block, in order: norms, then the projection to logits."""
     finish: str = "none"
-    """What is done to the projection: none, multiply, divide or softcap."""
+    """What happens to the projected logits: none, multiply, divide or softcap."""
     factor: float = 1.0
-    """The number that is done with."""
+    """The factor of `finish`."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Plain values for JSON."""
         return asdict(self) | {"head": list(self.head)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Structure":
-        """What `as_dict` gave."""
+        """Create a structure from the values that `as_dict` returned."""
         return cls(**values | {"head": tuple(values["head"])})
 
     def last_block(self, lm: nn.Module) -> nn.Module:
@@ -48,7 +48,7 @@ class Structure:
         return blocks[-1]
 
     def logits(self, lm: nn.Module, z_BTC: Tensor) -> Tensor:
-        """Block outputs to logits (B, T, V), as the model itself does it."""
+        """Compute logits (B, T, V) from z, exactly as the model does."""
         out = z_BTC
         for name in self.head:
             out = lm.get_submodule(name)(out)
@@ -56,7 +56,7 @@ class Structure:
 
 
 def finished(logits: Tensor, finish: str, factor: float) -> Tensor:
-    """The projection's logits, scaled or softly capped."""
+    """Scale or soft-cap the projected logits."""
     if finish == "multiply":
         return logits * factor
     if finish == "divide":
@@ -65,13 +65,13 @@ def finished(logits: Tensor, finish: str, factor: float) -> Tensor:
 
 
 def block_output(output: Any) -> Tensor:
-    """The residual stream in what a block returned."""
+    """Extract the residual stream from a block's return value."""
     z_BTC: Tensor = output if isinstance(output, Tensor) else output[0]
     return z_BTC
 
 
 def find_blocks(lm: nn.Module) -> str:
-    """The name of the shallowest list of as many modules as the configuration says there are layers."""
+    """Name of the outermost module list whose length equals the configuration's number of layers."""
     config = lm.config.get_text_config()  # type: ignore[operator, union-attr]
     layers = getattr(config, "num_hidden_layers", None)
     lists = [
@@ -79,8 +79,8 @@ def find_blocks(lm: nn.Module) -> str:
     ]
     if not lists:
         raise ContextReadyError(
-            f"The blocks of {type(lm).__name__} were not found: no list of {layers} modules, as many as its "
-            "configuration names layers; such a model cannot be converted."
+            f"{type(lm).__name__} cannot be converted: its blocks were not found (it has no list of {layers} modules, "
+            "one per layer)."
         )
     shallowest: str = min(lists, key=lambda name: name.count("."))
     return shallowest
@@ -88,7 +88,7 @@ def find_blocks(lm: nn.Module) -> str:
 
 @torch.no_grad()
 def find_structure(lm: Any) -> Structure:
-    """Find a model's parts by running it on three tokens, and prove them by its own logits; refuse what fails."""
+    """Find a model's parts by running it on three tokens; refuse models whose logits they do not reproduce."""
     _refuse_other_memory(lm)
     blocks, was_training = find_blocks(lm), lm.training
     tokens_BT = torch.tensor([[1, 2, 3]], device=next(lm.parameters()).device)
@@ -98,14 +98,14 @@ def find_structure(lm: Any) -> Structure:
             logits_BTV = lm(input_ids=tokens_BT, use_cache=False).logits
         if seen.z_BTC is None or not seen.head:
             raise ContextReadyError(
-                f"The head of {type(lm).__name__} was not found: no module runs after its last block; such a model "
-                "cannot be converted."
+                f"{type(lm).__name__} cannot be converted: its head was not found (no module runs after its last "
+                "block)."
             )
         e_BTC = lm.get_input_embeddings()(tokens_BT)
         if e_BTC.shape != seen.z_BTC.shape:
             raise ContextReadyError(
-                f"{type(lm).__name__} embeds tokens in {e_BTC.shape[-1]} channels and its blocks have "
-                f"{seen.z_BTC.shape[-1]}; a correction needs the same width for both, so it cannot be converted."
+                f"{type(lm).__name__} cannot be converted: its embeddings have width {e_BTC.shape[-1]} and its blocks "
+                f"{seen.z_BTC.shape[-1]}, but a correction needs equal widths."
             )
         structure = _with_finish(lm, Structure(blocks, tuple(seen.head)), seen.z_BTC, logits_BTV)
         other_BTV = lm(input_ids=tokens_BT + torch.tensor([0, 0, 1], device=tokens_BT.device), use_cache=False).logits
@@ -114,13 +114,12 @@ def find_structure(lm: Any) -> Structure:
         lm.train(was_training)
     if not torch.equal(other_BTV[:, :-1], logits_BTV[:, :-1]):
         raise ContextReadyError(
-            f"{type(lm).__name__} sees later tokens, as an encoder does; only decoders that read left to right can be "
-            "converted."
+            f"{type(lm).__name__} cannot be converted: its tokens attend to later tokens, as in an encoder. Only "
+            "decoder-only models can be converted."
         )
     if structure is None or not torch.equal(again_BTV, logits_BTV):
         raise ContextReadyError(
-            f"{type(lm).__name__} is not embed, blocks, head: its logits could not be rebuilt from its parts; such a "
-            "model cannot be converted."
+            f"{type(lm).__name__} cannot be converted: its embedding, blocks and head do not reproduce its logits."
         )
     return structure
 
@@ -129,7 +128,7 @@ def _refuse_other_memory(lm: Any) -> None:
     config = lm.config.get_text_config()
     if lm.config.is_encoder_decoder:
         raise ContextReadyError(
-            f"{type(lm).__name__} is an encoder-decoder model; only decoders that read left to right can be converted."
+            f"{type(lm).__name__} is an encoder-decoder model; only decoder-only models can be converted."
         )
     layer_types = set(getattr(config, "layer_types", None) or ()) - {
         "full_attention",
@@ -137,15 +136,15 @@ def _refuse_other_memory(lm: Any) -> None:
         "chunked_attention",
     }
     if layer_types or getattr(lm, "_is_stateful", False):
-        what = f"layers of the kind {', '.join(sorted(layer_types))}" if layer_types else "a state"
+        what = f"layers of type {', '.join(sorted(layer_types))}" if layer_types else "a recurrent state"
         raise ContextReadyError(
-            f"{type(lm).__name__} has {what} besides keys and values, which a correction's passes cannot rewind; such "
-            "a model cannot be converted."
+            f"{type(lm).__name__} cannot be converted: it has {what}, and repeated passes can rewind only keys and "
+            "values."
         )
 
 
 def _with_finish(lm: Any, structure: Structure, z_BTC: Tensor, logits_BTV: Tensor) -> Structure | None:
-    """What turns the projection into the model's logits exactly, among what its configuration names."""
+    """Find the scaling or soft cap, among those in the configuration, that reproduces the model's logits exactly."""
     raw_BTV, config = structure.logits(lm, z_BTC), lm.config.get_text_config()
     tries: list[tuple[str, float | None]] = [("none", 1.0)]
     tries += [(finish, getattr(config, key, None)) for key in SCALES for finish in ("multiply", "divide")]
@@ -157,7 +156,7 @@ def _with_finish(lm: Any, structure: Structure, z_BTC: Tensor, logits_BTV: Tenso
 
 
 class _Seen:
-    """What ran: the last block's output, and the modules after it."""
+    """What a run showed: the last block's output, and the modules that ran after it."""
 
     def __init__(self) -> None:
         self.z_BTC: Tensor | None = None
@@ -185,7 +184,7 @@ def _watched(lm: Any, blocks: str) -> Iterator[_Seen]:
 
     handles.append(lm.get_submodule(blocks)[-1].register_forward_hook(after_blocks))
     for name, part in lm.named_modules():
-        # What holds the blocks or lies inside them is no part of the head.
+        # Modules that contain the blocks or are inside them do not belong to the head.
         if not blocks.startswith(name) and not name.startswith(blocks):
             handles += [part.register_forward_pre_hook(enter(name)), part.register_forward_hook(leave)]
     try:

@@ -1,4 +1,4 @@
-"""What transformers' own Trainer needs to train a context-ready model as `crt train` does."""
+"""A callback with which transformers' Trainer trains a context-ready model as `crt train` does."""
 
 from typing import Any
 
@@ -13,35 +13,39 @@ from contextready.train.schedule import passes_of_step
 
 
 class RandomPasses(TrainerCallback):  # type: ignore[misc]
-    """Draws K anew for every update, from `min_passes` to `passes`, by the seed of the training and the step alone.
+    """Draws a new K for every update, from `min_passes` to `passes`, from the training seed and the step alone.
 
-    So every process draws the same, all batches of an accumulated update have the same, a resumed training repeats
-    them, and they are those of `crt train`. Between updates the model's configuration is what it was.
+    So all processes and all batches of an accumulated update use the same K, a resumed training repeats the sequence,
+    and `crt train` draws the same one. Between updates the model's configuration has its original value.
     """
 
     def __init__(self, passes: int = PAPER_PASSES, min_passes: int = 2) -> None:
         if not 1 <= min_passes <= passes:
-            raise ContextReadyError(f"min_passes={min_passes} must be from 1 to passes={passes}.")
+            raise ContextReadyError(
+                f"min_passes must be at least 1 and at most passes, but got min_passes={min_passes}, passes={passes}."
+            )
         self.passes, self.min_passes = passes, min_passes
         self._before: int | None = None
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Set K for all batches of the update."""
+        """Set K for all batches of this update."""
         config = _config(kwargs["model"])
         drawn = TrainConfig(data="", out="", passes=self.passes, min_passes=self.min_passes, seed=args.seed)
         self._before, config.passes = config.passes, passes_of_step(drawn, state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Put the configuration back, before a checkpoint is written."""
+        """Restore the configuration before a checkpoint is written."""
         _config(kwargs["model"]).passes = self._before
 
 
 def _config(model: nn.Module) -> Any:
-    """The configuration that forward reads, whatever the model is wrapped in."""
+    """The configuration that forward reads, found through any wrappers around the model."""
     for part in model.modules():
-        # By its name: loaded with trust_remote_code, the class is a copy.
+        # Compared by name, because trust_remote_code loads a copy of the class.
         if isinstance(part, PreTrainedModel) and part.config.model_type == ContextReadyConfig.model_type:
             return part.config
-    raise ContextReadyError(f"RandomPasses is for context-ready models, and {type(model).__name__} is none.")
+    raise ContextReadyError(
+        f"RandomPasses needs a context-ready model, but got {type(model).__name__}; convert it with crt convert first."
+    )

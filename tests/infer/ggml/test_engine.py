@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from itertools import product
@@ -228,29 +229,69 @@ def test_many_graphs_are_not_all_kept(tmp_path):
     assert len(engine._graphs) <= GRAPHS
 
 
-def test_an_exported_model_runs_where_there_is_no_torch(tmp_path):
+WITHOUT_TORCH = """
+import json, sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ImportError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, NoTorch())
+try:
+    import torch
+except ImportError:
+    pass
+else:
+    raise AssertionError("torch was imported")
+import contextready.infer.ggml.graph
+from contextready.errors import ContextReadyError
+from contextready.infer.ggml.engine import GgmlEngine
+from contextready.infer.ggml.file import read_gguf
+
+path = sys.argv[1]
+tokenizer = read_gguf(path).tokenizer()
+ids = tokenizer.encode_batch(["some text"])[0]
+engine = GgmlEngine(path, rows=2, threads=1)
+read, info = engine.read(0, ids)
+for row in (0, 1):
+    engine.load(row, None)
+for token in ids:
+    logits = engine.step([token, token])
+engine.copy_row(0, 1)
+first, second = engine.step([1, 1])
+assert (first == second).all()
+try:
+    engine.state(0)
+except ContextReadyError as error:
+    refused = str(error)
+engine.close()
+assert not any(name.partition(".")[0] == "torch" for name in sys.modules)
+print(json.dumps([ids, info.exact, read.tolist(), logits.tolist(), tokenizer.decode(ids), refused]))
+"""
+
+
+def test_an_exported_model_runs_without_torch(tmp_path):
     tokenizer = Tokenizer.train(["some text to learn from, some more of it"] * 3, 262)
     model = single(vocab_size=262)
     path = exported(model, tmp_path, tokenizer=tokenizer)
-    program = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from contextready.infer.ggml.engine import GgmlEngine\n"
-        f"engine = GgmlEngine({str(path)!r}, threads=1)\n"
-        "ids = engine.exported.tokenizer().encode_batch(['some text'])[0]\n"
-        "print(ids, engine.read(0, ids)[0].argmax())"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    ids = tokenizer.encode_batch(["some text"])[0]
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, path], capture_output=True, text=True, timeout=120)
     assert done.stderr == ""
-    assert done.stdout.strip() == f"{ids} {streamed(model, ids)[0][-1].argmax()}"
+    ids, exact, read, logits, text, refused = json.loads(done.stdout)
+    assert ids == tokenizer.encode_batch(["some text"])[0]
+    assert (exact, text) == (True, "some text")
+    expected = streamed(model, ids)[0][-1]
+    for found in (read, *logits):
+        assert far(np.array(found, np.float32), expected) < TOLERANCE
+    assert "torch is not installed" in refused
 
 
 def test_every_bad_call_is_a_sentence(tmp_path):
     path = exported(single(), tmp_path, trained_length=8)
     for changes, sentence in (
-        ({"rows": 0}, "rows=0 is too small"),
-        ({"threads": 0}, "threads=0 is too small"),
-        ({"capacity": 0}, "capacity=0 is too small"),
+        ({"rows": 0}, "rows must be at least 1, but got 0"),
+        ({"threads": 0}, "threads must be at least 1, but got 0"),
+        ({"capacity": 0}, "capacity must be at least 1, but got 0"),
         ({"capacity": 10**15}, "not enough memory for 1 rows of 1,000,000,000,000,000 tokens"),
     ):
         with pytest.raises(ContextReadyError, match=sentence):
@@ -262,21 +303,21 @@ def test_every_bad_call_is_a_sentence(tmp_path):
     for call, sentence in (
         (lambda: engine.read(0, []), "prompt is empty"),
         (lambda: engine.read(0, [1, 23]), "Token id 23 is out of range"),
-        (lambda: engine.read(0, [1, 2]), "9 tokens were to be read and there is room for 8"),
+        (lambda: engine.read(0, [1, 2]), "9 tokens do not fit into a context of 8"),
         (lambda: engine.read(2, [1]), "no row 2; this engine has rows 0 to 1"),
         (lambda: engine.load(-1, state), "no row -1"),
-        (lambda: engine.step([1]), "1 tokens were given for 2 rows"),
+        (lambda: engine.step([1]), "1 tokens were passed for 2 rows"),
         (lambda: engine.step([1, -1]), "Token id -1 is out of range"),
         (lambda: engine.load(0, 3), "not a state of this kind"),
-        (lambda: engine.load(0, state.repeat(2)), "holds 2 rows; select one"),
-        (lambda: engine.load(0, other_model.init_state(1)), "of another model"),
-        (lambda: GgmlEngine(path, capacity=6).load(0, state), "7 tokens were to be read and there is room for 6"),
+        (lambda: engine.load(0, state.repeat(2)), "has 2 rows; select one"),
+        (lambda: engine.load(0, other_model.init_state(1)), "belongs to another model"),
+        (lambda: GgmlEngine(path, capacity=6).load(0, state), "7 tokens do not fit into a context of 6"),
     ):
         with pytest.raises(ContextReadyError, match=sentence):
             call()
     same_state(engine.state(0), state, 1e-30)
     engine.step([1, 2])
-    with pytest.raises(ContextReadyError, match="room for 8"):
+    with pytest.raises(ContextReadyError, match="context of 8"):
         engine.step([1, 2])
     assert [engine.position(0), engine.position(1)] == [8, 1]
     engine.close()

@@ -43,7 +43,7 @@ def test_the_tokenizer_comes_along(tmp_path):
     assert (read.trained_length, read.config.vocab_size, read.end_token) == (64, 262, tokenizer.end)
     assert read.tokenizer().sha256 == tokenizer.sha256
     assert read.parameters == sum(p.numel() for p in single(vocab_size=262).parameters())
-    with pytest.raises(ContextReadyError, match="holds no tokenizer; give one"):
+    with pytest.raises(ContextReadyError, match=r"no tokenizer.*; export a run whose data has a tokenizer"):
         read_gguf(exported(single(), tmp_path, "f16")).tokenizer()
 
 
@@ -61,9 +61,9 @@ def test_what_cannot_be_exported_is_a_sentence(tmp_path):
         (ContextReady(other, build_correction("add", other)), {}, "around Other cannot be exported"),
         (ContextReady(own, Mine(CORRECTIONS["add"], own)), {}, "correction Mine cannot be exported"),
         (ContextReady(other), {}, "around Other cannot be exported"),
-        (shared, {}, "weights that its configuration does not name"),
+        (shared, {}, "its weights do not match its configuration"),
         (single(), {"type": "q8"}, "did you mean 'q8_0'"),
-        (single(), {"trained_length": 0}, "trained_length=0 is too short"),
+        (single(), {"trained_length": 0}, "trained_length must be at least 1, but got 0"),
     ):
         with pytest.raises(ContextReadyError, match=sentence):
             write_gguf(model, tmp_path / "m.gguf", **({"trained_length": 8} | changes))
@@ -96,7 +96,7 @@ def test_a_full_disk_leaves_nothing_and_keeps_the_earlier_file(when, error, tmp_
     path = exported(single(), tmp_path)
     earlier = path.read_bytes()
     monkeypatch.setattr(gguf.GGUFWriter, when, full)
-    with pytest.raises(ContextReadyError, match=r"disk is full: .* nothing half-written"):
+    with pytest.raises(ContextReadyError, match=r"disk is full, so .* no partial file"):
         write_gguf(single(seed=5), path, 8, "f32")
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
     assert path.read_bytes() == earlier
@@ -120,13 +120,13 @@ def test_files_that_are_no_whole_export_are_a_sentence(tmp_path, monkeypatch):
         refused("not a GGUF file")
     for length in (4, 9, 23, 60, 150, 400, len(whole) // 2, len(whole) - 40):
         bad.write_bytes(whole[:length])
-        refused("damaged or not whole")
+        refused("damaged or incomplete")
     bad.write_bytes(whole.replace(b"contextready", b"contextsteady", 1).replace(b"l.architecture", b"l.architectur", 1))
-    refused("damaged or not whole|another kind")
+    refused("damaged or incomplete|another kind")
     with monkeypatch.context() as patch:
         patch.setattr(gguf_file, "FORMAT", 2)
         write_gguf(single(), bad, 8)
-    refused("an exported model of another version")
+    refused("has format version 2, but")
 
 
 def test_files_with_the_wrong_contents_are_a_sentence(tmp_path, monkeypatch):
@@ -160,15 +160,15 @@ def test_files_with_the_wrong_contents_are_a_sentence(tmp_path, monkeypatch):
         (fields, good | {"unembedding.weight": np.ones((4, 4), np.float32)}, r"has shape \(4, 4\) instead of \(5, 4\)"),
         (fields, good | {"final_norm.weight": np.ones(4, np.float16)}, "final_norm.weight as f16, which cannot be run"),
         (fields, good | {"unembedding.weight": np.ones((5, 4))}, "unembedding.weight as f64, which cannot be run"),
-        (fields[:2] + fields[3:], good, "does not state 'contextready.vocab_size'"),
-        (changed("embedding_length", "string", "four"), good, "sizes make no model; export"),
-        (changed("attention.head_count", "uint32", 3), good, "sizes make no model .*not divisible by heads=3"),
-        (changed("correction", "string", "more"), good, "sizes make no model .*Unknown correction 'more'"),
-        (changed("format", "uint32", 3), good, r"of another version \(3; this one reads 1\)"),
+        (fields[:2] + fields[3:], good, "the field 'contextready.vocab_size' is missing"),
+        (changed("embedding_length", "string", "four"), good, "sizes do not describe a model; export"),
+        (changed("attention.head_count", "uint32", 3), good, "sizes do not describe a model .*heads=3"),
+        (changed("correction", "string", "more"), good, "sizes do not describe a model .*Unknown correction 'more'"),
+        (changed("format", "uint32", 3), good, "has format version 3, but this version of contextready reads 1"),
     ):
         write(case, tensors)
         with pytest.raises(ContextReadyError, match=sentence):
             GgmlEngine(bad)
     write([("uint32", "block_count", 1)], good, "llama")
-    with pytest.raises(ContextReadyError, match=r"a model of another kind \(llama\)"):
+    with pytest.raises(ContextReadyError, match=r"another kind of model \(llama\)"):
         read_gguf(bad)

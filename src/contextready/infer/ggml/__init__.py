@@ -1,4 +1,4 @@
-"""Exported models: one GGUF file, and the engine that runs it on the CPU without torch.
+"""Exported models: the GGUF file format, and the engine that runs such a file on the CPU without torch.
 
-May import what infer may.
+May import whatever infer may import.
 """

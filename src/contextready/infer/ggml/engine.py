@@ -1,4 +1,4 @@
-"""The engine for exported models: ggml on the CPU, without torch."""
+"""The engine for exported models: runs them with ggml on the CPU, without torch."""
 
 import os
 import time
@@ -20,16 +20,17 @@ if TYPE_CHECKING:
     from contextready.model.state import State
 
 BUCKET = 256
-"""Attention looks at the slots in use, rounded up to this many, so a graph serves this many steps."""
+"""The number of slots that attention covers is rounded up to a multiple of this, so a graph serves many steps."""
 GRAPHS = 16
-"""Graphs kept for use again."""
+"""Number of graphs kept for reuse."""
 
 
 class GgmlEngine:
-    """Rows of an exported model; all read their tokens in one step, for which the weights are read once.
+    """Runs an exported model with several rows; one step processes a token per row and reads the weights once.
 
-    `capacity` is how many tokens a row can hold, by default as many as the model was trained on; a model with an
-    attention window holds the window and has no limit. `threads` is by default all that this process may use.
+    `capacity` is the number of tokens that a row can hold (default: the length of the training sequences). A model with
+    an attention window holds only the window and has no limit. `threads` defaults to all cores available to this
+    process.
     """
 
     name = "ggml"
@@ -39,7 +40,7 @@ class GgmlEngine:
     ) -> None:
         for name, value in (("rows", rows), ("capacity", capacity), ("threads", threads)):
             if value is not None and value < 1:
-                raise ContextReadyError(f"{name}={value} is too small; give at least 1.")
+                raise ContextReadyError(f"{name} must be at least 1, but got {value}.")
         self.exported: Exported = read_gguf(path)
         self.config = c = self.exported.config
         self.rows, self.vocab_size = rows, c.vocab_size
@@ -52,7 +53,7 @@ class GgmlEngine:
             self._buffers = Buffers.empty(c, rows, self._slots)
         except MemoryError:
             raise ContextReadyError(
-                f"There is not enough memory for {rows} rows of {self._slots:,} tokens; give a smaller --context."
+                f"There is not enough memory for {rows} rows of {self._slots:,} tokens; use a smaller --context."
             ) from None
         self._before_RC = np.zeros((rows, c.width), np.float32)
         self._frequencies_E = frequencies(c)
@@ -63,11 +64,11 @@ class GgmlEngine:
         self._weights: Weights | None = Weights(self._ggml, self.exported)
 
     def position(self, row: int) -> int:
-        """Tokens this row has read."""
+        """Number of tokens that this row has read."""
         return self._positions[row]
 
     def read(self, row: int, tokens: Sequence[int]) -> tuple[Logits, ReadInfo]:
-        """Read a prompt into a row one by one, which is exact; logits (V,) after its last token."""
+        """Read a prompt into a row, one token at a time, which is exact; returns logits (V,) after its last token."""
         self._check_row(row)
         check_ids(tokens, self.vocab_size)
         check_capacity(self.capacity, self.position(row) + len(tokens))
@@ -89,29 +90,34 @@ class GgmlEngine:
         return self._buffers.logits_RV[row].copy(), info
 
     def step(self, tokens: Sequence[int]) -> Logits:
-        """Read one token in every row; logits (rows, V)."""
+        """Read one token per row; returns logits (rows, V)."""
         check_step(tokens, self.rows, self.vocab_size)
         check_capacity(self.capacity, max(self._positions) + 1)
         self._run(0, tokens, head=True)
         return self._buffers.logits_RV.copy()
 
     def state(self, row: int) -> "State":
-        """The state of a row, as `stream` with a history of 1 gives it."""
-        import torch
-
+        """The state of a row, as `stream` with a history of 1 returns it; needs torch."""
+        try:
+            import torch
+        except ImportError:
+            raise ContextReadyError(
+                "The state of a row is made of torch tensors, and torch is not installed; install it with: pip install "
+                "torch"
+            ) from None
         from contextready.model.cache import KVCache
         from contextready.model.state import State
 
         c, position, held = self.config, self._positions[row], self._held[row]
         order_S = np.arange(position - held, position) % self._slots
-        # Indexing with an array copies, so nothing of this engine is shared.
+        # Indexing with an array copies, so the state shares no memory with this engine.
         kv = [torch.from_numpy(kv[row][:, order_S]) for kv in self._buffers.kv]
         layers = tuple((both[None, : c.heads].clone(), both[None, c.heads :].clone()) for both in kv)
         newest = np.stack((self._before_RC[row], self._buffers.carried_RC[row]))[-self._known[row] :]
         return State(KVCache(layers, position, c.window, c.window), torch.from_numpy(newest)[None], history=1)
 
     def load(self, row: int, state: "State | None") -> None:
-        """Continue a row from a state of one row; none: from before the first token."""
+        """Continue a row from a state with one row; None resets it to before the first token."""
         self._check_row(row)
         if state is None:
             self._positions[row] = self._held[row] = 0
@@ -133,8 +139,17 @@ class GgmlEngine:
         self._known[row] = carried_RC.shape[0]
         self._positions[row], self._held[row] = position, held
 
+    def copy_row(self, source: int, target: int) -> None:
+        """Make one row continue from where another is."""
+        self._check_row(source)
+        self._check_row(target)
+        for array in (*self._buffers.kv, self._buffers.carried_RC, self._before_RC):
+            array[target] = array[source]
+        for counts in (self._known, self._positions, self._held):
+            counts[target] = counts[source]
+
     def close(self) -> None:
-        """Free what ggml holds; the engine cannot be used after it."""
+        """Free ggml's memory; the engine cannot be used afterwards."""
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
@@ -143,7 +158,7 @@ class GgmlEngine:
             self._weights = None
 
     def _run(self, first: int, tokens: Sequence[int], head: bool) -> None:
-        """One step of the rows from `first` on, one for each token."""
+        """Run one step of the rows starting at `first`, one row per token."""
         buffers, rows = self._buffers, range(first, first + len(tokens))
         for row, token in zip(rows, tokens, strict=True):
             position = self._positions[row]
@@ -162,9 +177,9 @@ class GgmlEngine:
             self._known[row] = 2
 
     def _graph(self, first: int, rows: int, slots: int, head: bool) -> StepGraph:
-        """The graph of such a step, made when it is first needed."""
+        """The graph of such a step, built when it is first needed."""
         if self._weights is None:
-            raise ContextReadyError("This engine was closed; make a new one.")
+            raise ContextReadyError("This engine was closed; create a new one.")
         slots = min(-(-slots // BUCKET) * BUCKET, self._slots)
         key = (first, rows, slots, head)
         if key not in self._graphs:
@@ -184,7 +199,7 @@ class GgmlEngine:
         return self._graphs[key]
 
     def _check_row(self, row: int) -> None:
-        """Refuse a row that is not there, whose memory ggml would write to all the same."""
+        """Refuse a row that does not exist, because ggml would write to its memory without a check."""
         if not 0 <= row < self.rows:
             raise ContextReadyError(f"There is no row {row}; this engine has rows 0 to {self.rows - 1}.")
 
@@ -195,18 +210,21 @@ class GgmlEngine:
 
         c = self.config
         if not isinstance(state, State) or not isinstance(state.cache, KVCache):
-            raise ContextReadyError("This is not a state of this kind of model; take one from an engine or init_state.")
+            raise ContextReadyError(
+                "This is not a state of this kind of model; use one returned by an engine or by init_state."
+            )
         theirs = (*state.cache.shape, state.carried_BRC.shape[2])
         ours = (c.layers, c.heads, c.head_size, c.window, c.width)
         if theirs != ours:
             raise ContextReadyError(
-                f"This state is of another model (layers, heads, head size, window, width: {theirs} instead of {ours})."
+                f"This state belongs to another model (layers, heads, head size, window, width: {theirs} instead of "
+                f"{ours})."
             )
         if state.batch_size != 1:
-            raise ContextReadyError(f"This state holds {state.batch_size} rows; select one of them.")
+            raise ContextReadyError(f"This state has {state.batch_size} rows; select one of them.")
         check_capacity(self.capacity, state.position)
 
 
 def _cores() -> int:
-    """Cores this process may use, where the system can tell."""
+    """Number of cores that this process may use, or of all cores if the system does not report that."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,84 +1,162 @@
-"""Exporting: a model as one file for the engine ggml, and its perplexity beside the original's."""
+"""Exports a model as one file for the ggml engine, and compares its perplexity with the original's."""
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from contextready.data.batches import Sequences
+from contextready.data.tokenizer import FILE as TOKENIZER_FILE
 from contextready.data.tokenizer import Tokenizer
 from contextready.errors import ContextReadyError
-from contextready.infer.engine import Engine
+from contextready.extras import require
+from contextready.infer.engine import EXPORTED, Engine
 from contextready.infer.ggml.engine import GgmlEngine
-from contextready.infer.ggml.file import write_gguf
-from contextready.infer.open import EXPORTED
+from contextready.infer.ggml.file import check_type, write_gguf
 from contextready.measure.perplexity import Score, parallel_scores, sequential_score
 from contextready.runs.checkpoint import data_of, open_checkpoint
 
 ROWS = 16
-"""Sequences that the exported model is scored on at once."""
+"""Sequences on which the exported model is scored at once."""
+
+Advance = Callable[[str, int | None, int], None]
+"""Progress callback: the stage, its total, and how much more is done."""
+
+
+def _no_progress(stage: str, total: int | None, done: int) -> None:
+    """Ignore progress."""
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was written, and what was measured of it."""
+    """What was written, and the perplexities measured."""
 
     out: Path
     bytes: int
     type: str
-    """Of the matrices."""
+    """Type of the matrices."""
     tokens: int = 0
-    """How many both were scored on."""
+    """Number of tokens on which both models were scored."""
     exported: Score | None = None
-    """Of the file; none if nothing was measured."""
+    """Score of the file; None if nothing was measured."""
     original: Score | None = None
-    """Of the checkpoint, on the same tokens."""
+    """Score of the checkpoint on the same tokens."""
+
+    @property
+    def cost(self) -> tuple[float, float] | None:
+        """How much the precision raises the perplexity, and the standard error; None if nothing was measured."""
+        if self.original is None or self.exported is None:
+            return None
+        return self.exported.perplexity_above(self.original)
+
+    def as_record(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        cost, error = self.cost or (None, None)
+        return {
+            "out": str(self.out),
+            "bytes": self.bytes,
+            "type": self.type,
+            "tokens": self.tokens,
+            "perplexity": None if self.exported is None else self.exported.perplexity,
+            "original_perplexity": None if self.original is None else self.original.perplexity,
+            "perplexity_cost": cost,
+            "perplexity_cost_error": error,
+        }
 
 
-def export(
-    run: Path,
-    out: Path,
-    type: str = "f16",
-    tokens: int = 4096,
-    data_folder: Path | None = None,
-    *,
-    written: Callable[[ExportReport], None] = lambda report: None,
-) -> ExportReport:
-    """Write the file, then score it beside the original on about this many validation tokens; 0: do not.
+class Export:
+    """One export: creating it checks the request, `write` writes the file, and `measure` scores it.
 
-    `written` is called when the file is there, before anything is measured.
+    run         a run (its newest checkpoint is exported) or a checkpoint
+    out         the file to write, with the extension .gguf
+    type        type of the matrices: f32, f16, q8_0 or q4_0
+    tokens      about how many validation tokens to measure on; 0 measures nothing
+    data        prepared data to measure on (default: the data that the model was trained on)
+    overwrite   whether an existing file may be replaced
     """
+
+    def __init__(
+        self,
+        run: Path,
+        out: Path,
+        type: str = "f16",
+        tokens: int = 4096,
+        data: Path | None = None,
+        *,
+        overwrite: bool = False,
+    ) -> None:
+        _check_out(out, overwrite)
+        check_type(type)
+        if tokens < 0:
+            raise ContextReadyError(f"--tokens must be at least 0 (0 measures nothing), but got {tokens}.")
+        checkpoint = open_checkpoint(run)
+        checkpoint.must_have_learned_text()
+        checkpoint.native_config  # noqa: B018  (refuses models that have no ggml graph)
+        self.out, self.type = out, type
+        self.block_size: int = checkpoint.config["train"]["block_size"]
+        # Token files may come without a tokenizer.
+        has_tokenizer = (checkpoint.folder / TOKENIZER_FILE).is_file()
+        self.tokenizer = Tokenizer.load(checkpoint.folder) if has_tokenizer else None
+        self.sequences: Sequences | None = None
+        self.count = 0
+        if tokens:
+            # Missing data or packages are reported before anything is written.
+            require("ggml", "ggml")
+            self.sequences = Sequences(data_of(checkpoint, data).tokens("val"), self.block_size, "validation")
+            self.count = max(1, min(self.sequences.count, tokens // self.block_size))
+        self.model = checkpoint.model().eval()
+
+    def write(self, advance: Advance = _no_progress) -> ExportReport:
+        """Write the file; `advance` counts bytes."""
+        size = write_gguf(
+            self.model,
+            self.out,
+            self.block_size,
+            self.type,
+            self.tokenizer,
+            advance=lambda total, done: advance(f"Writing {self.out.name}", total, done),
+        )
+        return ExportReport(self.out, size, self.type)
+
+    def measure(self, report: ExportReport, advance: Advance = _no_progress) -> ExportReport:
+        """Score the original and the file on the same sequences and complete the report; `advance` counts tokens."""
+        if self.sequences is None:
+            return report
+        total = self.count * self.block_size
+
+        def scored(tokens: int) -> None:
+            advance("Scoring the original", total, tokens)
+
+        if self.model.is_recurrent:
+            original = sequential_score(self.model, self.sequences, self.count, scored)
+        else:
+            original = parallel_scores(self.model, self.sequences, [1], self.count, scored)[1]
+        with closing(GgmlEngine(self.out, rows=min(ROWS, self.count), capacity=self.block_size)) as engine:
+            exported = engine_score(
+                engine,
+                self.sequences,
+                self.count,
+                lambda tokens: advance(f"Scoring {self.out.name}", total, tokens),
+            )
+        return replace(report, tokens=total, exported=exported, original=original)
+
+
+def _check_out(out: Path, overwrite: bool) -> None:
     if out.suffix != EXPORTED:
-        raise ContextReadyError(f"{out} must end in {EXPORTED}, by which exported models are known.")
-    if tokens < 0:
-        raise ContextReadyError(f"--tokens {tokens} is no number of tokens; give 0 to measure nothing.")
-    checkpoint = open_checkpoint(run)
-    checkpoint.native_config  # noqa: B018  (refuses models that have no graph of their own)
-    block_size = checkpoint.config["train"]["block_size"]
-    sequences = None
-    if tokens:
-        # Data that is missing is told before anything is written.
-        sequences = Sequences(data_of(checkpoint, data_folder).tokens("val"), block_size, "validation")
-    model = checkpoint.model().eval()
-    size = write_gguf(model, out, block_size, type, Tokenizer.load(checkpoint.folder))
-    report = ExportReport(out, size, type)
-    written(report)
-    if sequences is None:
-        return report
-    count = max(1, min(sequences.count, tokens // block_size))
-    if model.is_recurrent:
-        original = sequential_score(model, sequences, count)
-    else:
-        original = parallel_scores(model, sequences, [1], count)[1]
-    engine = GgmlEngine(out, rows=min(ROWS, count), capacity=block_size)
-    exported = engine_score(engine, sequences, count)
-    engine.close()
-    return replace(report, tokens=count * block_size, exported=exported, original=original)
+        raise ContextReadyError(f"{out} must have the extension {EXPORTED}, which marks exported models.")
+    if out.is_dir():
+        raise ContextReadyError(f"{out} is a folder; choose another name.")
+    if out.exists() and not overwrite:
+        raise ContextReadyError(f"{out} already exists; delete it, choose another name, or pass --overwrite.")
 
 
-def engine_score(engine: Engine, sequences: Sequences, count: int) -> Score:
-    """Score the first `count` sequences as an engine streams them, as many at once as it has rows."""
+def engine_score(
+    engine: Engine, sequences: Sequences, count: int, advance: Callable[[int], None] = lambda _: None
+) -> Score:
+    """Score the first `count` sequences as the engine streams them, one sequence per row at a time."""
     losses: list[float] = []
     for first in range(0, count, engine.rows):
         indices = np.arange(first, min(first + engine.rows, count))
@@ -93,5 +171,6 @@ def engine_score(engine: Engine, sequences: Sequences, count: int) -> Score:
             largest_B1 = logits_BV.max(axis=1, keepdims=True)
             total_B = np.log(np.exp(logits_BV - largest_B1).sum(axis=1)) + largest_B1[:, 0]
             losses_B += total_B - logits_BV[np.arange(len(indices)), targets_BT[:, t]]
+            advance(len(indices))
         losses += (losses_B / sequences.block_size).tolist()
     return Score(np.array(losses))

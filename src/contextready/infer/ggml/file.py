@@ -1,6 +1,6 @@
-"""The exported model: one GGUF file with weights, sizes and tokenizer, written from torch and read without it."""
+"""The exported model: one GGUF file with weights, sizes and tokenizer, written with torch and read without it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from math import prod
@@ -31,17 +31,17 @@ END_KEY = f"{ARCHITECTURE}.end_token"
 
 @dataclass(frozen=True)
 class ExportedConfig(TransformerConfig):
-    """What a file says of its model."""
+    """The configuration of the model in a file."""
 
     correction: str | None = None
-    """The name of the correction; none: a plain transformer."""
+    """Name of the correction; None for a plain transformer."""
     correction_bias: bool = False
-    """Biases in the correction, whose presence its own backbone does not decide."""
+    """Whether the correction has biases, independently of the backbone."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.correction is not None and self.correction not in CORRECTIONS:
-            raise ContextReadyError(f"Unknown correction '{self.correction}'; update contextready.")
+            raise ContextReadyError(f"Unknown correction '{self.correction}'; update contextready to read this file.")
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Name and shape of every tensor, in the order of the file."""
@@ -79,7 +79,7 @@ class ExportedConfig(TransformerConfig):
         yield from self._linear(f"{name}.down", self.width, 4 * self.width, bias)
 
 
-# What a file calls each field: GGUF's own names where it has them.
+# Name of each field in a file: GGUF's standard name if there is one.
 FIELDS = {
     "vocab_size": "vocab_size",
     "width": "embedding_length",
@@ -97,7 +97,7 @@ FIELD_TYPES = {"extra_ffn": bool, "bias": bool, "correction_bias": bool, "rope_b
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor of a file, still in the memory map."""
+    """One tensor of a file, as a view of the memory map."""
 
     type: str
     shape: tuple[int, ...]
@@ -106,35 +106,38 @@ class Weight:
 
 @dataclass(frozen=True)
 class Exported:
-    """An exported model: its sizes and its weights, which stay in the file until they are used."""
+    """An exported model: its configuration and its weights, which stay in the file until they are used."""
 
     path: Path
     config: ExportedConfig
     trained_length: int
-    """The longest sequence it was trained on."""
+    """Number of tokens in a training sequence."""
     tokenizer_json: str | None
     end_token: str | None
     weights: dict[str, Weight]
 
     @property
     def parameters(self) -> int:
-        """Numbers in all weights."""
+        """Total number of parameters."""
         return sum(prod(weight.shape) for weight in self.weights.values())
 
     @property
     def type(self) -> str:
-        """The type of the head's matrix, which every export has in the type asked for if its width allows."""
+        """Type of the head's matrix, which is the requested type if the width allows it."""
         return self.weights["unembedding.weight"].type
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of weights that a token with a prediction reads: all but the embedding, of which it reads one row."""
+        """Bytes of weights read per predicted token: all but the embedding, of which only one row is read."""
         return sum(w.data.nbytes for name, w in self.weights.items() if name != "embedding.weight")
 
     def tokenizer(self) -> "Tokenizer":
-        """The tokenizer that was exported with the model."""
+        """Load the tokenizer that was exported with the model."""
         if self.tokenizer_json is None:
-            raise ContextReadyError(f"{self.path} holds no tokenizer; give one with --tokenizer.")
+            raise ContextReadyError(
+                f"{self.path} contains no tokenizer, so it cannot be used with text; export a run whose data has a "
+                "tokenizer."
+            )
         from tokenizers import Tokenizer as Inner
 
         from contextready.data.tokenizer import Tokenizer
@@ -148,17 +151,19 @@ def write_gguf(
     trained_length: int,
     type: str = "f16",
     tokenizer: "Tokenizer | None" = None,
+    *,
+    advance: Callable[[int, int], None] = lambda total, done: None,
 ) -> int:
-    """Write a model to a file, whole or not at all, and return its size in bytes.
+    """Write a model to a file, completely or not at all, and return its size in bytes.
 
-    `type` is the type of the matrices: f32, f16, q8_0 or q4_0. Norms and biases stay f32, and so that every width
-    can be exported, a matrix whose rows are no multiple of 32 is written in f16 where a quantised type was asked for.
+    `type` is the type of the matrices: f32, f16, q8_0 or q4_0. Norms and biases are always f32. A matrix whose row
+    length is not a multiple of 32 cannot be quantised and is written in f16 instead, so that every width can be
+    exported. `advance(total, done)` is called whenever `done` more of `total` bytes have been written.
     """
-    if type not in TYPES:
-        raise ContextReadyError(f"Unknown type '{type}'; {nearest(type, TYPES)}")
+    check_type(type)
     if trained_length < 1:
         raise ContextReadyError(
-            f"trained_length={trained_length} is too short; give the length of the training sequences."
+            f"trained_length must be at least 1, but got {trained_length}; it is the length of the training sequences."
         )
     config, tensors = _describe(model)
     gguf = require("gguf", "ggml")
@@ -166,48 +171,57 @@ def write_gguf(
     with staged_file(target) as staging, closing(gguf.GGUFWriter(staging, ARCHITECTURE)) as writer:
         _add_fields(writer, config, trained_length, tokenizer)
         types = {name: _type_of(gguf, shape, type) for name, shape in config.tensors()}
+        sizes = {name: prod(gguf.quant_shape_to_byte_shape(shape, types[name])) for name, shape in config.tensors()}
         for name, shape in config.tensors():
-            size = prod(gguf.quant_shape_to_byte_shape(shape, types[name]))
-            writer.add_tensor_info(name, shape, np.dtype(np.float32), size, types[name])
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), sizes[name], types[name])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        # One tensor at a time, so that a quantised copy of the whole model is never in memory.
+        # One tensor at a time, so that memory never holds a quantised copy of the whole model.
         for name, _ in config.tensors():
             values = tensors[name].detach().float().cpu().numpy()
             writer.write_tensor_data(gguf.quantize(np.ascontiguousarray(values), types[name]))
+            advance(sum(sizes.values()), sizes[name])
         writer.flush()
     return target.stat().st_size
 
 
+def check_type(type: str) -> None:
+    """Refuse an unknown type of matrices."""
+    if type not in TYPES:
+        raise ContextReadyError(f"Unknown type '{type}'; {nearest(type, TYPES)}")
+
+
 def read_gguf(path: str | Path) -> Exported:
-    """Open an exported model; its weights are mapped into memory, not read."""
+    """Open an exported model; its weights are memory-mapped, not read."""
     gguf, path = require("gguf", "ggml"), Path(path)
     try:
         with path.open("rb") as file:
             magic = file.read(4)
     except FileNotFoundError:
-        raise ContextReadyError(f"There is no exported model at {path}; make one with crt export.") from None
+        raise ContextReadyError(
+            f"There is no exported model at {path}. Export one with: crt export RUN {path}"
+        ) from None
     except OSError as error:
         raise ContextReadyError(f"{path} cannot be read: {error}.") from None
     if magic != b"GGUF":
-        raise ContextReadyError(f"{path} is not a GGUF file; give a file that crt export wrote.")
+        raise ContextReadyError(f"{path} is not a GGUF file; give a file written by crt export.")
     try:
         reader = gguf.GGUFReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}
         weights = {t.name: Weight(t.tensor_type.name.lower(), _shape(t), t.data) for t in reader.tensors}
-    # The reader checks no bound: what a cut or changed file raises depends on where it was cut.
+    # The reader checks no bounds, so a truncated or modified file can raise any of these.
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, OSError):
-        raise ContextReadyError(f"{path} is damaged or not whole; export or copy it again.") from None
+        raise ContextReadyError(f"{path} is damaged or incomplete; export or copy it again.") from None
     architecture = fields.get("general.architecture")
     if architecture != ARCHITECTURE:
         raise ContextReadyError(
-            f"{path} holds a model of another kind ({architecture}); only files that crt export wrote can be run."
+            f"{path} contains another kind of model ({architecture}); only files written by crt export can be run."
         )
     if fields.get(f"{ARCHITECTURE}.format") != FORMAT:
         raise ContextReadyError(
-            f"{path} is an exported model of another version ({fields.get(f'{ARCHITECTURE}.format')}; this one reads "
-            f"{FORMAT}); export it again, or update contextready."
+            f"{path} has format version {fields.get(f'{ARCHITECTURE}.format')}, but this version of contextready reads "
+            f"{FORMAT}; export it again, or update contextready."
         )
     config, trained_length = _read_fields(fields, path)
     _check_weights(config, weights, path)
@@ -215,7 +229,7 @@ def read_gguf(path: str | Path) -> Exported:
 
 
 def _describe(model: "ContextReady") -> "tuple[ExportedConfig, dict[str, Tensor]]":
-    """The sizes and tensors of a model, under the names of the file."""
+    """The configuration of a model, and its tensors under the names used in the file."""
     from contextready.model.context_ready import ContextReady
     from contextready.model.correction_module import CorrectionModule, has_bias
     from contextready.model.transformer import Transformer
@@ -223,15 +237,15 @@ def _describe(model: "ContextReady") -> "tuple[ExportedConfig, dict[str, Tensor]
     if not isinstance(model, ContextReady) or type(model.backbone) is not Transformer:
         around = model.backbone if isinstance(model, ContextReady) else model
         raise ContextReadyError(
-            f"A model around {type(around).__name__} cannot be exported; only a ContextReady model around this "
-            "package's own transformer can."
+            f"A model around {type(around).__name__} cannot be exported; only native models (ContextReady around "
+            "Transformer) can."
         )
     backbone, correction = model.backbone, model.correction
     definition = correction.definition
     if type(correction) is not CorrectionModule or definition not in (NO_CORRECTION, *CORRECTIONS.values()):
         own = definition if type(correction) is CorrectionModule else correction
         raise ContextReadyError(
-            f"The correction {type(own).__name__} cannot be exported; use one of {', '.join(CORRECTIONS)}."
+            f"The correction {type(own).__name__} cannot be exported; use one of: {', '.join(CORRECTIONS)}."
         )
     fields = (name for name in FIELDS if not name.startswith("correction"))
     config = ExportedConfig(
@@ -241,7 +255,9 @@ def _describe(model: "ContextReady") -> "tuple[ExportedConfig, dict[str, Tensor]
     )
     tensors = {name.removeprefix("backbone."): tensor for name, tensor in model.state_dict().items()}
     if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != dict(config.tensors()):
-        raise ContextReadyError("This model has weights that its configuration does not name; export one that has not.")
+        raise ContextReadyError(
+            "This model cannot be exported: its weights do not match its configuration. Export an unmodified model."
+        )
     return config, tensors
 
 
@@ -260,13 +276,13 @@ def _add_fields(writer: Any, config: ExportedConfig, trained_length: int, tokeni
 
 
 def _read_fields(fields: dict[str, Any], path: Path) -> tuple[ExportedConfig, int]:
-    """The configuration and the trained length that a file states."""
-    damaged = f"{path} is damaged: its sizes make no model"
+    """Read the configuration and the trained length from a file's fields."""
+    damaged = f"{path} is damaged: its sizes do not describe a model"
     try:
         known = {name: fields[f"{ARCHITECTURE}.{key}"] for name, key in FIELDS.items() if _stated(fields, name, key)}
         trained_length = fields[f"{ARCHITECTURE}.context_length"]
     except KeyError as error:
-        raise ContextReadyError(f"{path} is damaged: it does not state {error}; export it again.") from None
+        raise ContextReadyError(f"{path} is damaged: the field {error} is missing; export it again.") from None
     if not isinstance(trained_length, int) or not all(
         isinstance(known[name], FIELD_TYPES.get(name, int)) for name in known
     ):
@@ -278,34 +294,34 @@ def _read_fields(fields: dict[str, Any], path: Path) -> tuple[ExportedConfig, in
 
 
 def _stated(fields: dict[str, Any], name: str, key: str) -> bool:
-    """Whether to look a field up: two are left out of files whose model has no such thing."""
+    """Whether to look a field up: window and correction are absent from files whose model has none."""
     return name not in ("window", "correction") or f"{ARCHITECTURE}.{key}" in fields
 
 
 def _check_weights(config: ExportedConfig, weights: dict[str, Weight], path: Path) -> None:
-    """Refuse missing tensors, and any that the engine could not multiply."""
+    """Refuse missing tensors, and tensors of a shape or type that the engine cannot run."""
     for name, shape in config.tensors():
         weight = weights.get(name)
         if weight is None:
-            raise ContextReadyError(f"{path} is damaged: its tensor {name} is missing; export it again.")
+            raise ContextReadyError(f"{path} is damaged: the tensor {name} is missing; export it again.")
         if weight.shape != shape:
             raise ContextReadyError(
-                f"{path} is damaged: its tensor {name} has shape {weight.shape} instead of {shape}; export it again."
+                f"{path} is damaged: the tensor {name} has shape {weight.shape} instead of {shape}; export it again."
             )
         if weight.type not in (TYPES if len(shape) == 2 else ("f32",)):
             raise ContextReadyError(
-                f"{path} holds {name} as {weight.type}, which cannot be run; export it again as one of "
+                f"{path} contains {name} as {weight.type}, which cannot be run; export it again with one of the types "
                 f"{', '.join(TYPES)}."
             )
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
-    """Shape with rows first; GGUF counts from the innermost dimension."""
+    """Shape with rows first; GGUF lists the innermost dimension first."""
     return tuple(int(size) for size in reversed(tensor.shape))
 
 
 def _type_of(gguf: Any, shape: tuple[int, ...], type: str) -> Any:
-    """The type a tensor is written in."""
+    """The type in which a tensor is written."""
     if len(shape) == 1:
         return gguf.GGMLQuantizationType.F32
     if type.startswith("q") and shape[-1] % 32:

@@ -1,9 +1,9 @@
-"""One streaming step as a ggml graph: the recurrence for some rows, over buffers that stay where they are.
+"""One streaming step as a ggml graph: the recurrence for some rows, over buffers at fixed addresses.
 
-This spells `ContextReady.recur` and the blocks a second time, because ggml is not torch; a change there must come here
-too, and `tests/infer/test_ggml.py` compares the two. The correction is not spelled again: its formula is evaluated
-over `_Formula`. Shapes in names, outermost dimension first as numpy has them: R rows, S slots, C width, H heads,
-E head size, V vocabulary. ggml counts dimensions from the innermost.
+This implements `ContextReady.recur` and the blocks a second time, because ggml is not torch. Every change there must be
+repeated here; `tests/infer/ggml/test_engine.py` compares the two. The correction is not implemented again: its formula
+is evaluated over `_Formula`. Shape suffixes list the outermost dimension first, as in numpy: R rows, S slots, C width,
+H heads, E head size, V vocabulary. ggml lists the innermost dimension first.
 """
 
 import ctypes
@@ -21,22 +21,22 @@ from contextready.model.correction import find_correction
 Array = npt.NDArray[Any]
 
 NEOX = 2
-"""ggml's name for turning pairs (i, i + E/2)."""
+"""ggml's mode for rotating the pairs (i, i + E/2)."""
 FLOAT = 4
 """Bytes of a float32."""
 EPSILON = 1e-5
-"""Of the layer norms: torch's."""
+"""Epsilon of the layer norms, equal to torch's default."""
 
 
 class Weights:
-    """The tensors of a file as ggml sees them, in place in the memory map."""
+    """The tensors of a file as ggml tensors that point into the memory map."""
 
     def __init__(self, ggml: Any, exported: Exported) -> None:
-        # The arrays own the map, so they are held as long as ggml may read them.
+        # The arrays own the memory map, so they are kept as long as ggml may read them.
         self._arrays = {name: _aligned(weight.data) for name, weight in exported.weights.items()}
         context = _context(ggml, len(self._arrays))
         self.close = finalize(self, ggml.ggml_free, context)
-        """Free what ggml holds; done by itself when nothing refers to the weights any more."""
+        """Free ggml's memory; this also happens when the object is garbage-collected."""
         self._tensors = {}
         for name, weight in exported.weights.items():
             number = getattr(ggml, f"GGML_TYPE_{weight.type.upper()}")
@@ -51,24 +51,24 @@ class Weights:
 
 @dataclass(frozen=True)
 class Buffers:
-    """What the graphs of one engine read and write between steps, as plain arrays."""
+    """Plain arrays that the graphs of one engine read and write between steps."""
 
     tokens_R: Array
-    """Inputs: the token ids, int32."""
+    """Input: token ids, int32."""
     slots_R: Array
-    """Inputs: where each row's new keys and values go, int64."""
+    """Input: the slot for each row's new keys and values, int64."""
     inverse_angles_RE: Array
-    """Inputs: the reciprocal of each rotation angle (E/2 of them), float32."""
+    """Input: reciprocals of the E/2 rotation angles, float32."""
     carried_RC: Array
-    """What the last position left for the next one; read, then overwritten."""
+    """What the last position passes on to the next one; read, then overwritten."""
     logits_RV: Array
-    """Outputs."""
+    """Output."""
     kv: tuple[Array, ...]
-    """Per layer (R, 2H, S, E): the heads' keys, already rotated, then their values."""
+    """Per layer (R, 2H, S, E): the rotated keys of all heads, then the values."""
 
     @classmethod
     def empty(cls, config: ExportedConfig, rows: int, slots: int) -> "Buffers":
-        """Buffers before the first token; the system gives their pages when they are first written."""
+        """Create buffers for streams before their first token; the system allocates pages on the first write."""
         c = config
         return cls(
             np.zeros(rows, np.int32),
@@ -81,7 +81,7 @@ class Buffers:
 
 
 class StepGraph:
-    """The step of rows first, …, first + R - 1 over their first `slots` slots, with or without the head."""
+    """One step of the rows first, …, first + R - 1 over their first `slots` slots, with or without the head."""
 
     def __init__(
         self,
@@ -102,22 +102,22 @@ class StepGraph:
         self._context = _context(ggml, nodes, ggml.ggml_graph_overhead_custom(nodes, False))
         allocator = _allocator(ggml)
         self.close = finalize(self, _free, ggml, allocator, self._context)
-        """Free what ggml holds; done by itself when nothing refers to the graph any more."""
+        """Free ggml's memory; this also happens when the object is garbage-collected."""
         self._graph = ggml.ggml_new_graph_custom(self._context, nodes, False)
         self._masks_RS = np.full((rows, slots), -np.inf, np.float16)
         self._seen = [0] * rows
-        # The angle is fed whole (see `inverse_angles`), so the position ggml multiplies it by is always 1.
+        # The graph gets complete angles (see `inverse_angles`), so the position that ggml multiplies them by is 1.
         self._one = np.ones(1, np.int32)
         self._build(buffers, slice(first, first + rows), head)
         if not ggml.ggml_gallocr_alloc_graph(allocator, self._graph):
-            raise ContextReadyError("There is not enough memory for a step of this model; use fewer rows.")
+            raise ContextReadyError("There is not enough memory for one step of this model; use fewer rows.")
         self._plan = ggml.ggml_graph_plan(self._graph, threads, None)
         self._work = np.empty(max(1, self._plan.work_size), np.uint8)
         self._plan.work_data = ctypes.cast(self._work.ctypes.data, ctypes.POINTER(ctypes.c_uint8))
         self._plan_pointer = ctypes.byref(self._plan)
 
     def reveal(self, row: int, slots: int) -> None:
-        """Let a row of this graph see its first `slots` slots and no others."""
+        """Let a row of this graph attend to its first `slots` slots only."""
         seen = self._seen[row]
         if slots < seen:
             self._masks_RS[row, slots:seen] = -np.inf
@@ -155,7 +155,7 @@ class StepGraph:
             h_RC = ggml.ggml_add(context, h_RC, self._ffn("extra_ffn", self._norm("extra_norm", h_RC)))
         residual = find_correction(c.correction).carries_residual
         left_RC = ggml.ggml_sub(context, h_RC, x_RC) if residual else h_RC
-        # The last result is written straight into the carried vector, whose old value was read at the very start.
+        # The last result is written directly into the carried vector, whose old value was read at the start.
         _point(left_RC, buffers.carried_RC[rows].ctypes.data)
         ggml.ggml_build_forward_expand(self._graph, left_RC)
         if head:
@@ -164,7 +164,7 @@ class StepGraph:
             ggml.ggml_build_forward_expand(self._graph, logits_RV)
 
     def _corrected(self, carried_RC: Any, e_RC: Any) -> Any:
-        """x = e + correction."""
+        """Compute x = e + correction."""
         formula = _Formula(self)
         correction = find_correction(self._config.correction)(formula, formula.value(carried_RC), formula.value(e_RC))
         return e_RC if correction is None else self._ggml.ggml_add(self._context, e_RC, correction.tensor)
@@ -174,11 +174,11 @@ class StepGraph:
         H, E, R = c.heads, c.head_size, self._R
         head, row = E * FLOAT, 3 * c.width * FLOAT
         qkv = self._linear(f"layers.{i}.attn.qkv", self._norm(f"layers.{i}.attn_norm", h_RC))
-        # In place on the queries and keys of each row: then one view has the rotated keys beside the values.
+        # Queries and keys are rotated in place, so that one view contains the rotated keys and the values.
         for r, angles_E in enumerate(angles):
             qk = ggml.ggml_view_3d(context, qkv, E, 2 * H, 1, head, 2 * H * head, r * row)
             rotated = ggml.ggml_rope_ext_inplace(context, qk, one, angles_E, E, NEOX, 0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0)
-            # Nothing below refers to the rotation, so it is put into the graph here, before what reads its result.
+            # No later node refers to the rotation, so it is added to the graph before the nodes that read its result.
             ggml.ggml_build_forward_expand(self._graph, rotated)
         fresh = ggml.ggml_view_4d(context, qkv, E, 1, 2 * H, R, head, head, row, H * head)
         held = ggml.ggml_set_rows(context, kv, fresh, slots)
@@ -204,19 +204,19 @@ class StepGraph:
     def _ffn(self, name: str, x: Any) -> Any:
         ggml, context, C = self._ggml, self._context, self._config.width
         up = self._linear(f"{name}.up", x)
-        # ggml shares out a function of single numbers by rows, so each row is shown as many: all threads work on it.
+        # ggml splits an elementwise function by rows, so each row is reshaped into many to use all threads.
         pieces = ggml.ggml_reshape_2d(context, up, C // self._config.heads, 4 * self._config.heads * self._R)
         active = ggml.ggml_reshape_2d(context, ggml.ggml_gelu_erf_inplace(context, pieces), 4 * C, self._R)
         return self._linear(f"{name}.down", active)
 
     def _wrap(self, type: int, array: Array) -> Any:
-        """A tensor over an array of ours; the caller keeps the array."""
+        """Create a tensor over a numpy array, which the caller must keep alive."""
         tensor = _new(self._ggml, self._context, type, array.shape)
         return _point(tensor, array.ctypes.data)
 
 
 class _Value:
-    """A tensor of a formula."""
+    """A tensor in a formula."""
 
     def __init__(self, formula: "_Formula", tensor: Any) -> None:
         self.formula, self.tensor = formula, tensor
@@ -232,53 +232,53 @@ class _Formula:
         self._graph, self._ggml, self._context = graph, graph._ggml, graph._context
 
     def value(self, tensor: Any) -> _Value:
-        """A tensor that formulas can compute with."""
+        """Wrap a tensor for use in a formula."""
         return _Value(self, tensor)
 
     def add(self, a: _Value, b: _Value) -> _Value:
-        """The sum."""
+        """Add two values."""
         return self.value(self._ggml.ggml_add(self._context, a.tensor, b.tensor))
 
     def concat(self, z: _Value, e: _Value) -> _Value:
-        """Both, side by side."""
+        """Concatenate two values."""
         return self.value(self._ggml.ggml_concat(self._context, z.tensor, e.tensor, 0))
 
     def LN(self, x: _Value, name: str = "norm") -> _Value:
-        """A layer norm of the correction."""
+        """Apply a layer norm of the correction."""
         return self.value(self._graph._norm(f"correction.{name}", x.tensor))
 
     def corr_ffn(self, x: _Value) -> _Value:
-        """The correction's network."""
+        """Apply the correction's network."""
         return self.value(self._graph._ffn("correction.ffn", x.tensor))
 
     def last_ffn(self, x: _Value) -> _Value:
-        """The last block's network."""
+        """Apply the feed-forward network of the last block."""
         return self.value(self._graph._ffn(f"layers.{self._graph._config.layers - 1}.ffn", x.tensor))
 
 
 def frequencies(config: ExportedConfig) -> npt.NDArray[np.float64]:
-    """The E/2 rotations per position."""
+    """The E/2 rotary frequencies, in radians per position."""
     return config.rope_base ** -(np.arange(0, config.head_size, 2, dtype=np.float64) / config.head_size)
 
 
 def inverse_angles(frequencies_E: npt.NDArray[np.float64], position: int) -> npt.NDArray[np.float64]:
-    """The reciprocals of a position's rotation angles, each brought between -π and π.
+    """Reciprocals of a position's rotation angles, which are first reduced to between -π and π.
 
-    ggml multiplies frequencies up in float32, which is off by 0.006 rad at position 100,000. With base 1 and position 1
-    the angle it takes is 1 / factor, so the factors carry the angle as exactly as a float32 can.
+    ggml computes angles in float32, with an error of 0.006 rad at position 100,000. With base 1 and position 1 it uses
+    the angle 1 / factor, so the factors carry the angle with full float32 precision.
     """
     angles_E = np.remainder(position * frequencies_E + np.pi, 2 * np.pi) - np.pi
-    # An angle of exactly 0 becomes 1 / infinity, a very small one something as good.
+    # The reciprocal of 0 would be infinite, and an angle of 1e-30 is just as good.
     angles_E[np.abs(angles_E) < 1e-30] = 1e-30
     return np.reciprocal(angles_E)
 
 
 def _context(ggml: Any, tensors: int, more: int = 0) -> Any:
-    """A ggml context that describes tensors and holds none of their data."""
+    """Create a ggml context that describes tensors but contains none of their data."""
     size = (tensors + 8) * ggml.ggml_tensor_overhead() + more
     context = ggml.ggml_init(ggml.ggml_init_params(mem_size=size, mem_buffer=None, no_alloc=True))
     if context is None:
-        raise ContextReadyError("ggml could not start; there is not enough memory.")
+        raise ContextReadyError("ggml could not start because there is not enough memory; free some memory.")
     return context
 
 
@@ -293,13 +293,13 @@ def _point(tensor: Any, address: int) -> Any:
 
 
 def _aligned(array: Array) -> Array:
-    """The array itself where ggml can read it in place, else a copy."""
+    """The array itself if ggml can read it in place, otherwise a copy."""
     return array if array.ctypes.data % 16 == 0 else array.copy()
 
 
 def _allocator(ggml: Any) -> Any:
-    """What gives the intermediate results of a graph their memory, the same memory again and again."""
-    # Asked of a backend, because the binding of ggml_backend_cpu_buffer_type cuts the pointer it returns in half.
+    """Create the allocator that gives a graph's intermediate results memory and reuses it."""
+    # The buffer type comes from a backend, because the binding of ggml_backend_cpu_buffer_type truncates its pointer.
     backend = ggml.ggml_backend_cpu_init()
     allocator = ggml.ggml_gallocr_new(ggml.ggml_backend_get_default_buffer_type(backend))
     ggml.ggml_backend_free(backend)
