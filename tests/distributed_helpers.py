@@ -35,7 +35,7 @@ from contextready.train.trainer import Interrupts, Trainer
 
 
 def work(path):
-    """Do the tasks of a file one after the other, in one group of processes, and write down what came of each."""
+    """Do the tasks in a file one after the other, in one process group, and write their results."""
     tasks, results = json.loads(Path(path).read_text()), []
     with joined("cpu") as team:
         trainers.joined = lambda _: contextlib.nullcontext(team)
@@ -50,7 +50,7 @@ def work(path):
 
 
 def do_command(team, arguments, of_rank=None):
-    """A command of crt, perhaps with a word more that is different in each process."""
+    """Run a crt command, with an extra word per process if `of_rank` gives one."""
     out, err = io.StringIO(), io.StringIO()
     arguments = arguments + ([] if of_rank is None else [of_rank[team.rank]])
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -80,7 +80,7 @@ def do_save_again_alone(team, **task):
 
 
 def do_break(team, settings, what, rank, step):
-    """Let the loss or its gradient become nan at a step of one process."""
+    """Make the loss or its gradient NaN at one step in one process."""
     at = Trainer(tiny(**settings), None, team)
     read, forward, before = at.source.read, Objective.forward, []
 
@@ -115,7 +115,7 @@ def state_of(at):
 
 
 class Counting(TorchDispatchMode):
-    """Counts what the processes say to each other."""
+    """Counts the collective operations."""
 
     def __init__(self):
         super().__init__()
@@ -130,7 +130,7 @@ class Counting(TorchDispatchMode):
 
 
 def do_count(team, settings):
-    """How often the processes speak to each other in a step, by kind."""
+    """Count the collective operations of one step, by kind."""
     at = Trainer(tiny(**settings), None, team)
     for _ in range(2):
         at.step()
@@ -153,7 +153,7 @@ TASKS = {
 
 
 class Launch:
-    """torchrun with two processes (or as many as `start` says), its output in files so that no pipe fills up."""
+    """torchrun with two processes (or as many as `start` says). Its output goes to files, so that no pipe fills up."""
 
     def __init__(self, folder, *arguments, options=(), start=("--standalone", "--nproc-per-node", "2"), processes=2):
         self.processes = processes
@@ -179,7 +179,7 @@ class Launch:
                 self.process.wait()
 
     def wait_for(self, condition):
-        """Until something is true of a launch that must still be running; returns what it gave."""
+        """Wait until a condition is true while the launch keeps running, and return its value."""
         deadline = time.monotonic() + 60
         while not (found := condition()):
             assert self.process.poll() is None, self.files[1].read_text()
@@ -188,12 +188,12 @@ class Launch:
         return found
 
     def end(self, timeout=240):
-        """Exit code, output, errors."""
+        """Wait for the end, and return the exit code, output and errors."""
         code = self.process.wait(timeout=timeout)
         return code, *(file.read_text() for file in self.files)
 
     def ranks(self, but=()):
-        """The ids of its processes by rank, if all are there and none is one of these."""
+        """Return the process ids by rank, if all are running and none of them is in `but`."""
         found = {}
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -216,13 +216,13 @@ def settings_of(data, out, **changes):
 
 
 def command_task(data, out, of_rank=None, **changes):
-    """Training by the command, as a task."""
+    """A task that trains with the command."""
     arguments = ["train", recipe_file(out.parent), *map(str, words(data, out, **changes))]
     return {"do": "command", "arguments": arguments, "of_rank": of_rank}
 
 
 def do_together(folder, tasks):
-    """Two processes do all tasks in one launch: for each of them, what came of it in either process."""
+    """Let two processes do all tasks in one launch, and return the results of both for each task."""
     file = folder / "tasks.json"
     file.write_text(json.dumps(list(tasks.values())))
     code, _, err = launch(folder / "launch", __file__, file)

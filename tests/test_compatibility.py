@@ -1,8 +1,8 @@
-"""What version 0.1.0 wrote still opens: runs, states, sessions and exported files, with the same weights and results.
+"""Files written by version 0.1.0 still open: runs, states, sessions and exports, with the same weights and results.
 
-`fixtures/written-by-0.1.tar.xz` was made by that version: a plain transformer, a context-ready model with a window and
-a model of pointer chasing, a few steps each. On the machine it was made on results are equal bit for bit; processors
-round sums differently, so here they are compared closely.
+`fixtures/written-by-0.1.tar.xz` was created with that version. It contains a plain transformer, a context-ready model
+with a window, and a model for pointer chasing, each trained for a few steps. On the machine that created them, results
+are equal bit for bit. Other processors round sums differently, so the tests allow small differences.
 """
 
 import importlib.util
@@ -39,7 +39,7 @@ def unpacked(tmp_path_factory):
 
 @pytest.fixture
 def old(unpacked, tmp_path, monkeypatch):
-    """A copy to change, in the current folder."""
+    """A copy that tests may change, as the current folder."""
     shutil.copytree(unpacked, tmp_path / "old")
     monkeypatch.chdir(tmp_path / "old")
     return np.load("expected.npz")
@@ -86,8 +86,8 @@ def test_an_exported_file_computes_what_it_did(old, name):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_goes_on(old, name):
-    """Its settings had other names then."""
+def test_a_run_resumes(old, name):
+    """Some settings had other names in version 0.1.0."""
     recipe = open_checkpoint(Path(f"runs/{name}")).config["train"]
     assert "k_min" in recipe
     assert RunConfig.from_dict(open_checkpoint(Path(f"runs/{name}")).config).train.min_passes == recipe["k_min"]
@@ -99,10 +99,10 @@ def test_a_run_goes_on(old, name):
 
 def test_a_run_with_other_settings_is_still_refused(old, capsys):
     assert main(["train", "r.yaml", *SETTINGS, *RUNS["add"], "min_passes=1", "steps=5", "out=runs/add"]) == 2
-    assert "was trained with min_passes=2, and min_passes=1 is asked for now" in capsys.readouterr().err
+    assert "was trained with min_passes=2, not min_passes=1" in capsys.readouterr().err
 
 
-def test_a_run_of_pointer_chasing_goes_on(old):
+def test_a_run_of_pointer_chasing_resumes(old):
     words = "hops=1 keys=2 values=3 width=8 heads=2 batch_size=4 eval_every=2 eval_tokens=200 out=runs/pointer"
     assert "name" not in open_checkpoint(Path("runs/pointer")).config["task"]
     assert main(["pointer", *words.split(), "steps=3"]) == 0

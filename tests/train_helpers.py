@@ -1,4 +1,4 @@
-"""A tiny corpus, tiny runs, and the command as a real process."""
+"""A tiny corpus, tiny runs, and `crt` in its own process."""
 
 import hashlib
 import json
@@ -49,7 +49,7 @@ def write_corpus(folder, seed=0, documents=120):
 
 
 def make_data(folder, seed=0, vocab_size=300, tokenizer=None):
-    """Prepared data of the tiny corpus; the same folder content for the same seed."""
+    """Prepare the tiny corpus; the same seed gives the same files."""
     if not (folder / "data").exists():
         texts = write_corpus(folder / "texts", seed)
         size = None if tokenizer else vocab_size
@@ -58,7 +58,7 @@ def make_data(folder, seed=0, vocab_size=300, tokenizer=None):
 
 
 def tiny(data, out, **changes):
-    """A checked tiny run."""
+    """The checked settings of a tiny run."""
     settings = TINY | {"data": str(data), "out": str(out)} | changes
     if settings["correction"] is None:
         settings = {key: value for key, value in settings.items() if key not in ("passes", "min_passes")}
@@ -80,7 +80,7 @@ def no_interrupts():
 
 
 def words(data, out, **changes):
-    """The same tiny run as words of the command, to follow a recipe file."""
+    """The same tiny run as key=value words, for use with a recipe file."""
     settings = TINY | {"data": data, "out": out} | changes
     if settings["correction"] is None or settings.get("gradient") == "bptt":
         settings = {key: value for key, value in settings.items() if key not in ("passes", "min_passes")}
@@ -96,10 +96,10 @@ def recipe_file(folder):
 
 
 def start(*arguments, **options):
-    """`crt` as a process of its own, with one thread."""
+    """Start `crt` in its own process, with one thread."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "400", "NO_COLOR": "1"}
     return subprocess.Popen(
-        [sys.executable, "-m", "contextready.cli.main", *map(str, arguments)],
+        [sys.executable, "-m", "contextready", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -109,14 +109,14 @@ def start(*arguments, **options):
 
 
 def finish(*arguments):
-    """Run `crt` to its end: exit code, output, errors."""
+    """Run `crt` and return its exit code, output and errors."""
     process = start(*arguments)
     out, err = process.communicate(timeout=300)
     return process.returncode, out, err
 
 
 def metrics(run_folder):
-    """Every record but its wall-clock time, as text, so that NaN equals itself."""
+    """All records without their times, as text, so that NaN equals itself."""
     records = [{key: value for key, value in r.items() if key != "seconds"} for r in read_metrics(Path(run_folder))]
     return [json.dumps(record) for record in records]
 
@@ -126,13 +126,13 @@ def kept_steps(run_folder):
 
 
 def sums(checkpoint):
-    """SHA-256 of the two files that say everything about where training stands."""
+    """SHA-256 of the two files that determine the state of the training."""
     names = ("model.safetensors", "optimizer.safetensors")
     return [hashlib.sha256((Path(checkpoint) / name).read_bytes()).hexdigest() for name in names]
 
 
 def describe_again(checkpoint, name):
-    """Make the manifest true again after a file was edited on purpose."""
+    """Update the manifest after a file was edited on purpose."""
     path = Path(checkpoint) / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["files"][name] = describe_file(Path(checkpoint) / name)

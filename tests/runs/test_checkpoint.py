@@ -1,4 +1,4 @@
-"""Checkpoints: what is in them, which stay, how damaged or foreign ones are refused, and starting from one."""
+"""Checkpoints: their contents, which ones are kept, errors for damaged or foreign ones, and starting from one."""
 
 import json
 import re
@@ -96,7 +96,7 @@ def test_the_newest_and_the_best_stay(data, tmp_path):
 
 
 def test_the_best_checkpoint_is_that_of_the_lowest_validation(data, tmp_path):
-    """A rate far too high makes validation worse after a while."""
+    """A learning rate that is far too high makes validation worse after a while."""
     run(data, tmp_path / "run", steps=20, lr=0.5, warmup=16, eval_every=2, save_every=100, keep=1)
     losses = {r["step"]: r["val_loss"] for r in read_metrics(tmp_path / "run") if "val_loss" in r and r["step"]}
     best = min(losses, key=losses.get)
@@ -155,8 +155,8 @@ DAMAGES = {
     "missing": (remove, "is missing"),
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "has no manifest.json"),
     "cut manifest": (write_manifest_text('{"format": "contextr'), "cannot be read as JSON"),
-    "list manifest": (write_manifest_text("[1]"), "of another kind"),
-    "data manifest": (edit_manifest(format="contextready-data"), "of another kind"),
+    "list manifest": (write_manifest_text("[1]"), "has another format"),
+    "data manifest": (edit_manifest(format="contextready-data"), "has another format"),
     "newer": (edit_manifest(version=2), "newer contextready"),
 }
 
@@ -187,8 +187,8 @@ def refused(capsys, settings, message, folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"width": 32}, "was trained with width=16, and width=32 is asked for now; set width=16"),
-        ({"lr": 0.5}, "was trained with lr=0.01, and lr=0.5 is asked for now"),
+        ({"width": 32}, "was trained with width=16, not width=32; set width=16 to resume it"),
+        ({"lr": 0.5}, "was trained with lr=0.01, not lr=0.5"),
         ({"correction": "blind"}, "correction=add"),
         ({"seed": 1}, "seed=0"),
         ({"vocab_size": 301}, "vocab_size=300"),
@@ -206,7 +206,7 @@ def test_other_data_is_refused_and_moved_data_is_not(data, other_data, copy, tmp
 
 def test_weights_of_another_model_are_refused(data, copy):
     change_weights(newest_checkpoint(copy), lambda tensors: tensors.pop("correction.ffn.down.weight"))
-    with pytest.raises(ContextReadyError, match=r"of another model \(1 differ, for example correction.ffn.down"):
+    with pytest.raises(ContextReadyError, match=r"do not fit this model \(1 differ, for example correction.ffn.down"):
         run(data, copy, steps=12)
 
 
@@ -216,11 +216,11 @@ def test_changes_of_how_to_report_are_allowed(data, copy):
 
 def test_a_cosine_cannot_be_made_longer(data, tmp_path):
     run(data, tmp_path / "run", schedule="cosine", steps=4)
-    with pytest.raises(ContextReadyError, match="trained with steps=4, and steps=8 is asked for"):
+    with pytest.raises(ContextReadyError, match="trained with steps=4, not steps=8"):
         run(data, tmp_path / "run", schedule="cosine", steps=8)
 
 
-def test_a_run_goes_on_in_the_precision_it_began_with(data, tmp_path, monkeypatch):
+def test_a_resumed_run_keeps_its_precision(data, tmp_path, monkeypatch):
     monkeypatch.setattr("contextready.train.trainer.multiplies_bf16", lambda _: True)
     run(data, tmp_path / "run", precision="auto", steps=2)
     monkeypatch.setattr("contextready.train.trainer.multiplies_bf16", lambda _: False)
@@ -261,8 +261,8 @@ def test_converting_starts_at_zero_unless_asked_otherwise(data, transformer, tmp
 
 
 @pytest.mark.parametrize("kind", ["context-ready", "transformer"])
-def test_training_goes_on_from_the_same_kind(data, trained, transformer, tmp_path, kind):
-    """The transformer's is the control that is trained on without converting."""
+def test_training_starts_from_the_same_kind(data, trained, transformer, tmp_path, kind):
+    """The transformer is the control, which is trained further without conversion."""
     origin, correction = (trained, "add") if kind == "context-ready" else (transformer, None)
     run(data, tmp_path / "run", steps=2, init_from=str(origin), correction=correction)
     expected = [r["val_loss"] for r in read_metrics(origin) if "val_loss" in r][-1]
@@ -271,9 +271,9 @@ def test_training_goes_on_from_the_same_kind(data, trained, transformer, tmp_pat
 
 
 def test_an_origin_that_does_not_fit_is_refused(data, other_tokens, trained, transformer, tmp_path):
-    with pytest.raises(ContextReadyError, match="of another model"):
+    with pytest.raises(ContextReadyError, match="do not fit this model"):
         run(data, tmp_path / "wide", width=32, init_from=str(transformer))
-    with pytest.raises(ContextReadyError, match="of another model"):
+    with pytest.raises(ContextReadyError, match="do not fit this model"):
         run(data, tmp_path / "back", correction=None, init_from=str(trained))
     with pytest.raises(ContextReadyError, match="with another tokenizer"):
         run(other_tokens, tmp_path / "other", init_from=str(transformer))
@@ -292,7 +292,7 @@ def test_a_converted_run_resumes_without_its_origin(data, transformer, tmp_path)
     assert sums(run(data, tmp_path / "run", steps=8, **changes).checkpoint) == sums(whole.checkpoint)
 
 
-def test_the_same_command_goes_on_without_the_origin(data, transformer, tmp_path, capsys):
+def test_the_same_command_resumes_without_the_origin(data, transformer, tmp_path, capsys):
     origin = shutil.copytree(transformer, tmp_path / "origin")
     command = ["train", recipe_file(tmp_path), *words(data, tmp_path / "run", init_from=origin, steps=4)]
     assert main(command) == 0

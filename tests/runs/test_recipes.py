@@ -1,13 +1,14 @@
-"""Recipes and settings: every one loads and builds, every key can be changed, and nonsense is refused in a sentence."""
+"""Recipes and settings: all of them load and build, every key can be changed, and bad values give a clear error."""
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
 from train_helpers import TINY, recipe_file, words
 
-from contextready.cli.main import main
+from contextready.cli.main import build_parser, main
 from contextready.errors import ContextReadyError
 from contextready.model.context_ready import build_model
 from contextready.model.cost import account
@@ -135,31 +136,31 @@ def test_every_setting_can_be_changed():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["mini-d2"], "There is no recipe 'mini-d2'; did you mean 'mini-d1'?"),
+        (["mini-d2"], "Unknown recipe 'mini-d2'; did you mean 'mini-d1'?"),
         (["owt-d5-c1121"], "owt-d5-c1120"),
         (["nowhere.yaml"], "There is no recipe file nowhere.yaml"),
         (["mini-d1", "widht=5"], "Unknown setting 'widht'; did you mean 'width'?"),
         (["mini-d1", "stepz=5"], "Unknown setting 'stepz'; did you mean 'steps'?"),
         (["mini-d1", "steps"], "'steps' is not a setting; write it as key=value"),
         (["mini-d1", "steps=5", "steps=6"], "'steps' is set twice"),
-        (["mini-d1", "steps=many"], "steps=many is not a whole number"),
-        (["mini-d1", "steps=1.5"], "steps=1.5 is not a whole number"),
-        (["mini-d1", "lr=fast"], "lr=fast is not a number"),
-        (["mini-d1", "compile=maybe"], "compile=maybe is not true or false"),
-        (["mini-d1", "steps=0"], "steps=0 is too small"),
-        (["mini-d1", "lr=nan"], "lr=nan is out of range"),
-        (["mini-d1", "lr=0"], "lr=0.0 is out of range"),
-        (["mini-d1", "beta2=1"], "beta2=1.0 is out of range"),
-        (["mini-d1", "weight_decay=inf"], "weight_decay=inf is out of range"),
-        (["mini-d1", "seed=-1"], "seed=-1 is out of range"),
+        (["mini-d1", "steps=many"], "steps must be a whole number, but got many"),
+        (["mini-d1", "steps=1.5"], "steps must be a whole number, but got 1.5"),
+        (["mini-d1", "lr=fast"], "lr must be a number, but got fast"),
+        (["mini-d1", "compile=maybe"], "compile must be true or false, but got maybe"),
+        (["mini-d1", "steps=0"], "steps must be at least 1, but got 0"),
+        (["mini-d1", "lr=nan"], "lr must be greater than 0 and finite, but got nan"),
+        (["mini-d1", "lr=0"], "lr must be greater than 0 and finite, but got 0.0"),
+        (["mini-d1", "beta2=1"], "beta2 must be at least 0 and less than 1, but got 1.0"),
+        (["mini-d1", "weight_decay=inf"], "weight_decay must be at least 0 and finite, but got inf"),
+        (["mini-d1", "seed=-1"], "seed must be from 0 to 2**63 - 1, but got -1"),
         (["mini-d1", "schedule=cosin"], "did you mean 'cosine'?"),
         (["mini-d1", "precision=fp16"], "precision=fp16 is unknown"),
-        (["mini-d1", "min_passes=6"], "min_passes=6 is above passes=5"),
+        (["mini-d1", "min_passes=6"], "min_passes=6 is greater than passes=5"),
         (["mini-n1", "passes=5"], "passes=5 needs a correction"),
-        (["mini-d1", "device=tpu"], "device=tpu is not to be had here"),
-        (["mini-d1", "vocab_size=10"], "more than vocab_size=10"),
+        (["mini-d1", "device=tpu"], "device=tpu is not available on this machine"),
+        (["mini-d1", "vocab_size=10"], "vocab_size=10 is too small for"),
         (["mini-d1", "block_size=1000000"], "block_size=1000000 is longer than"),
-        ([], "Name a recipe, for example mini-d1"),
+        ([], "Name a recipe, for example: crt train mini-d1"),
     ],
 )
 def test_nonsense_is_one_sentence_and_code_2(data, tmp_path, capsys, arguments, message):
@@ -179,7 +180,7 @@ def test_numbers_out_of_range_are_refused_too(data, tmp_path, capsys, setting):
     settings = words(data, tmp_path / "run", steps=1, schedule="cosine")
     settings = [word for word in settings if word.partition("=")[0] != setting.partition("=")[0]]
     assert main(["train", recipe_file(tmp_path), *settings, setting]) == 2
-    assert f"{setting.partition('=')[0]}=" in capsys.readouterr().err
+    assert f"{setting.partition('=')[0]} must be " in capsys.readouterr().err
 
 
 def write(folder, text):
@@ -199,14 +200,14 @@ def test_a_recipe_of_the_users(data, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("steps: [1, 2]", r"steps=\[1, 2\] is not a whole number"),
-        ("steps: true", "steps=True is not a whole number"),
-        ("steps: 1.5", "steps=1.5 is not a whole number"),
-        ("lr: {a: 1}", "is not a number"),
+        ("steps: [1, 2]", r"steps must be a whole number, but got \[1, 2\]"),
+        ("steps: true", "steps must be a whole number, but got True"),
+        ("steps: 1.5", "steps must be a whole number, but got 1.5"),
+        ("lr: {a: 1}", "lr must be a number"),
         ("stepz: 3", "did you mean 'steps'"),
-        ("a: b: c", "is not YAML"),
-        ("- 1", "holds no settings"),
-        ("", "holds no settings"),
+        ("a: b: c", "is not valid YAML"),
+        ("- 1", "contains no settings"),
+        ("", "contains no settings"),
     ],
 )
 def test_a_wrong_recipe_of_the_users_is_refused(data, tmp_path, text, message):
@@ -225,7 +226,7 @@ def test_none_is_none_in_capitals_too(data):
 
 
 def test_an_experiments_path_is_no_recipe():
-    with pytest.raises(ContextReadyError, match="There is no recipe 'paper/main-85m'"):
+    with pytest.raises(ContextReadyError, match="Unknown recipe 'paper/main-85m'"):
         resolve("paper/main-85m", ["vocab_size=300"])
 
 
@@ -261,6 +262,22 @@ def test_list_names_every_recipe(capsys, monkeypatch):
     assert rows["mini-n1-ffn"][1:5] == ["N=1", "C=128", "+", "FFN"]
 
 
+def test_list_as_json_is_one_strict_document(capsys):
+    assert main(["train", "--list", "--json"]) == 0
+    records = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["recipes"]
+    assert [record["recipe"] for record in records] == recipe_names()
+    found = {record["recipe"]: record for record in records}
+    assert found["mini-d1"] == {
+        **{"recipe": "mini-d1", "layers": 1, "width": 128, "correction": "add", "extra_ffn": False},
+        **{"sequences_per_step": 16, "block_size": 128, "steps": 2000, "min_passes": 2, "passes": 5},
+        **{"gradient": None, "data": "data/mini", "task": None},
+    }
+    assert found["k10-fixed/owt-d1-c2048"]["min_passes"] is None
+    assert (found["pointer-mini"]["task"], found["pointer-mini"]["data"]) == ("pointer", None)
+    assert main(["train", "mini-d1", "--json"]) == 2
+    assert "--json works with --list or --dry-run" in capsys.readouterr().err
+
+
 def test_a_dry_run_prints_the_plan_and_makes_nothing(data, tmp_path, capsys):
     assert main(["train", recipe_file(tmp_path), *words(data, tmp_path / "run", min_passes=1), "--dry-run"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -284,3 +301,21 @@ def test_help_explains_every_setting_of_the_training(capsys):
     out = capsys.readouterr().out
     for field in dataclasses.fields(TrainConfig):
         assert f"\n  {field.name} " in out
+    for symbol in "KDNCT":
+        assert f"\n  {symbol}   " in out
+    assert out.index("examples:") < out.index("options:") < out.index("training settings")
+
+
+@pytest.mark.parametrize("verb", ["train", "plan", "unshard"])
+def test_help_begins_with_examples_that_can_be_run(verb, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    out = capsys.readouterr().out
+    assert all(len(line) <= 100 for line in out.splitlines())
+    examples = re.findall(rf"^  (crt {verb} .*?)(?:  .*)?$", out, flags=re.MULTILINE)
+    assert len(examples) >= 2
+    for example in examples:
+        options = build_parser().parse_args(example.split()[1:])
+        if verb != "unshard":
+            resolve(options.recipe, options.settings)

@@ -1,4 +1,4 @@
-"""Training by backpropagation through the stream: its settings, a real run of it, and what it costs."""
+"""Training by backpropagation through time (gradient=bptt): its settings, a real run, and its cost."""
 
 import io
 import json
@@ -59,8 +59,8 @@ def test_a_recipe_becomes_a_stream(data):
         ({"compile": True}, "leave compile and checkpoint_passes out"),
         ({"checkpoint_passes": True}, "leave compile and checkpoint_passes out"),
         ({"precision": "bf16"}, "leave precision=bf16 out"),
-        ({"truncated_passes": 2}, "truncated_passes=2 is for gradient=truncated, and it is bptt"),
-        ({"adjoint_steps": 2}, "adjoint_steps=2 is for gradient=implicit, and it is bptt"),
+        ({"truncated_passes": 2}, "truncated_passes=2 needs gradient=truncated, but gradient=bptt"),
+        ({"adjoint_steps": 2}, "adjoint_steps=2 needs gradient=implicit, but gradient=bptt"),
         ({"gradient": "bpt"}, "gradient=bpt is unknown; .*bptt"),
         ({"gradient": "unrol"}, "gradient=unrol is unknown; .*unroll"),
     ],
@@ -169,7 +169,7 @@ def test_it_starts_from_another_run(data, tmp_path, trained):
 
 
 @pytest.mark.parametrize(("before", "after"), [("unroll", "bptt"), ("bptt", "unroll")])
-def test_a_run_does_not_go_on_with_another_gradient(data, tmp_path, before, after):
+def test_a_run_does_not_resume_with_another_gradient(data, tmp_path, before, after):
     run(data, tmp_path / "run", gradient=before, steps=2)
     with pytest.raises(ContextReadyError, match="was trained with"):
         run(data, tmp_path / "run", gradient=after, steps=4)
@@ -188,7 +188,7 @@ def test_eval_works_on_its_checkpoint(data, trained, capsys):
     model = open_checkpoint(trained).model().eval()
     assert found.sequential.loss == pytest.approx(sequential_score(model, windows).loss, rel=1e-6)
     assert (found.rate_corrections, sorted(found.parallel)) == (5, [1, 2, 3, 5, 10])
-    # The stream was trained, and many passes are the stream.
+    # The stream was trained, and many passes converge to the stream.
     assert found.parallel[10].loss == pytest.approx(found.sequential.loss, rel=0.05)
     assert main(["eval", str(trained), "--device", "cpu", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)
@@ -221,7 +221,7 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(data, tmp_path, capsys):
     assert plan["cost"]["parameters"] == cost.parameters
 
 
-def test_the_command_trains_and_goes_on(data, tmp_path, capsys):
+def test_the_command_trains_and_resumes(data, tmp_path, capsys):
     for steps, last in ((4, "Done at step 4"), (6, "Done at step 6")):
         told = words(data, tmp_path / "run", gradient="bptt", steps=steps)
         assert main(["train", recipe_file(tmp_path), *told]) == 0

@@ -1,4 +1,4 @@
-"""The cost of a step, against what PyTorch counts in one."""
+"""The cost of a step, compared with what PyTorch counts."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Two processes under a real torchrun: the same numbers as one, whatever wraps the model and whoever goes on."""
+"""Two processes under a real torchrun train as one does, with ddp or fsdp, and resume each other's runs."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ GRADIENTS = {
     "transformer": {"correction": None},
 }
 KINDS = [(parallel, gradient) for parallel in ("ddp", "fsdp") for gradient in GRADIENTS]
-# With passes enough for the tolerance to end it: in a few steps, half of the batch needs fewer products than all of it.
+# Enough passes to reach the tolerance. In a few steps, half of the batch needs fewer products than the whole batch.
 TO_TOLERANCE = {"gradient": "implicit", "adjoint_steps": None, "adjoint_tolerance": 3e-4, "passes": 12}
 
 
@@ -45,7 +45,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def together(data, place):
-    """Everything that two processes can do in one launch: for each task, what came of it in either of them."""
+    """The results of all tasks, in either process; two processes do them all in one launch."""
     tasks = {}
 
     def command(key, out, **changes):
@@ -109,7 +109,7 @@ def test_two_processes_train_as_one_does(together, place, tmp_path, parallel, gr
 
 
 def test_an_adjoint_run_to_tolerance_trains_as_one_process_does(together, place):
-    """Each process ends its adjoint by its own rows and not by all, so the gradients agree to the tolerance only."""
+    """Each process stops its adjoint by its own rows alone, so the gradients agree only up to the tolerance."""
     went_well(together["to tolerance"])
     one, two = read_metrics(place / "one to tolerance"), read_metrics(place / "to tolerance")
     assert [record["step"] for record in two] == [record["step"] for record in one]
@@ -122,7 +122,7 @@ def test_an_adjoint_run_to_tolerance_trains_as_one_process_does(together, place)
 
 
 @pytest.mark.parametrize("name", ["ddp, then fsdp", "fsdp, then ddp", "one, then two"])
-def test_a_run_goes_on_in_another_way(together, place, tmp_path, name):
+def test_a_run_resumes_with_another_kind_of_parallelism(together, place, tmp_path, name):
     went_well(together[name])
     assert_same_curves(place / name, place / "one unroll")
     found, expected = everything(place / name, tmp_path), everything(place / "one unroll", tmp_path)
@@ -130,7 +130,7 @@ def test_a_run_goes_on_in_another_way(together, place, tmp_path, name):
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_one_process_goes_on_with_what_two_wrote(together, data, place, tmp_path, parallel):
+def test_one_process_resumes_what_two_wrote(together, data, place, tmp_path, parallel):
     folder = Path(shutil.copytree(place / "fsdp half", tmp_path / "run"))
     done = run(data, folder, **SHORT | {"parallel": parallel})
     assert open_checkpoint(done.checkpoint).sharded == (parallel == "fsdp")
@@ -175,7 +175,7 @@ def test_gradients_are_exchanged_once_a_step(together, parallel):
     once, thrice = together["count", parallel, 1], together["count", parallel, 3]
     kind = "allreduce" if parallel == "ddp" else "reduce_scatter"
     for counts in (*once, *thrice):
-        # With copies, the loss is summed by the same means.
+        # With ddp, the loss is summed by the same operation.
         assert sum(count for name, count in counts.items() if kind in name) == (2 if parallel == "ddp" else 1)
     assert [without_gathers(counts) for counts in once] == [without_gathers(counts) for counts in thrice]
 
@@ -192,7 +192,7 @@ def test_weights_are_gathered_once_a_step(together, parallel):
 
 
 def refused(capsys, *arguments):
-    """The one sentence of a command that is refused."""
+    """Return the error message of a command that fails."""
     assert main([str(word) for word in arguments]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
@@ -220,14 +220,14 @@ def test_starting_from_a_sharded_checkpoint_says_how_to(together, data, place, t
 def test_a_plain_checkpoint_cannot_be_unsharded(together, place, tmp_path, capsys):
     folder = newest_checkpoint(place / "ddp unroll")
     err = refused(capsys, "unshard", place / "ddp unroll", tmp_path / "out")
-    assert err == f"crt unshard: {folder} is a plain checkpoint already.\n"
+    assert err == f"crt unshard: {folder} is already a plain checkpoint.\n"
     assert not (tmp_path / "out").exists()
 
 
 def test_unsharding_never_overwrites(together, place, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     err = refused(capsys, "unshard", place / "fsdp unroll", tmp_path / "out")
-    assert err == f"crt unshard: {tmp_path / 'out'} exists already; choose another folder.\n"
+    assert err == f"crt unshard: {tmp_path / 'out'} already exists; choose another folder.\n"
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -236,7 +236,7 @@ def test_a_damaged_part_is_found_before_it_is_read(together, data, place, tmp_pa
     folder = Path(shutil.copytree(place / "fsdp half", tmp_path / "run"))
     file = newest_checkpoint(folder) / name
     flip_a_byte(file)
-    sentence = f"{file} does not match its checksum: the folder is damaged, so make or copy it again.\n"
+    sentence = f"{file} does not match its checksum. The folder is damaged; create or copy it again.\n"
     assert refused(capsys, "unshard", folder, tmp_path / "out") == f"crt unshard: {sentence}"
     assert not (tmp_path / "out").exists()
     command = ["train", recipe_file(tmp_path), *words(data, folder, **SHORT | {"parallel": "fsdp"})]

@@ -1,4 +1,4 @@
-"""Two processes that are killed, asked to stop, given bad numbers or bad settings: they go on, or say what is wrong."""
+"""Two processes that are killed, interrupted, or given bad numbers or settings resume, or report what is wrong."""
 
 import os
 import random
@@ -27,9 +27,9 @@ from contextready.runs.config import check_for_team
 
 LONG = {"steps": 120, "log_every": 5, "eval_every": 40, "save_every": 10, "dropout": 0.1}
 BAD = {
-    "a K of 1": ({"min_passes": 1}, "K=1 leaves the correction without a gradient"),
-    "one pass": ({"min_passes": "none", "passes": 1}, "K=1 leaves the correction without a gradient"),
-    "an odd batch": ({"batch_size": 3}, "batch_size=3 cannot be shared by 2 processes; give a multiple of 2."),
+    "a K of 1": ({"min_passes": 1}, "K=1 gives the correction no gradient"),
+    "one pass": ({"min_passes": "none", "passes": 1}, "K=1 gives the correction no gradient"),
+    "an odd batch": ({"batch_size": 3}, "batch_size=3 cannot be split over 2 processes; use a multiple of 2."),
 }
 
 
@@ -40,7 +40,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def together(data, place):
-    """The run that nothing stops, and everything that stops one by itself, in one launch."""
+    """An uninterrupted run, and everything that stops a run by itself, in one launch."""
     tasks = {"long": command_task(data, place / "long", **LONG)}
     for key, (changes, _) in BAD.items():
         tasks[key] = command_task(data, place / key, **changes)
@@ -59,11 +59,11 @@ def together(data, place):
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_what_is_not_finite_in_one_process_stops_all_before_the_update(together, place, parallel, what, rank):
     key = ("break", parallel, what, rank)
-    kind = "the loss is nan" if what == "loss" else "the gradient's norm is nan"
+    kind = "the loss is nan" if what == "loss" else "the gradient norm is nan"
     good = step_folder(place / " ".join(map(str, key)), 2)
     for result in together[key]:
-        assert f"At step 3 {kind}: training stopped before the update" in result["message"]
-        assert f"the last good one is {good}" in result["message"]
+        assert f"At step 3 {kind}, so training stopped before the weights were updated" in result["message"]
+        assert f"(last good checkpoint: {good})" in result["message"]
         assert (result["step"], result["same"]) == (3, True)
     assert newest_checkpoint(good.parents[1]) == good
 
@@ -101,7 +101,7 @@ def test_a_bad_run_under_torchrun_says_why(data, tmp_path):
     code, out, err = launch(tmp_path / "launch", *arguments)
     assert code != 0
     assert out == ""
-    assert "crt train: batch_size=3 cannot be shared by 2 processes; give a multiple of 2.\n" in err
+    assert "crt train: batch_size=3 cannot be split over 2 processes; use a multiple of 2.\n" in err
     assert "exitcode  : 2" in err
 
 
@@ -110,13 +110,13 @@ def test_an_unknown_way_is_refused(data, tmp_path, capsys):
     assert "parallel=fdsp is unknown; did you mean 'fsdp'?" in capsys.readouterr().err
 
 
-def test_a_signal_to_torchrun_saves_and_the_same_command_goes_on(together, data, place, tmp_path):
+def test_a_signal_to_torchrun_saves_and_the_same_command_resumes(together, data, place, tmp_path):
     went_well(together["long"])
     folder = tmp_path / "run"
     command = ["-m", "contextready", "train", recipe_file(tmp_path), *words(data, folder, **LONG)]
     with Launch(tmp_path / "first", *command) as launched:
         launched.wait_for(lambda: newest_checkpoint(folder))
-        # To all at once, as a scheduler does: torchrun passes its own on, so each process gets two.
+        # A scheduler signals all processes at once. torchrun forwards its own signal, so each process gets two.
         for process in (launched.process.pid, *launched.ranks().values()):
             os.kill(process, signal.SIGTERM)
         code, out, _ = launched.end()
@@ -124,19 +124,19 @@ def test_a_signal_to_torchrun_saves_and_the_same_command_goes_on(together, data,
     saved = newest_checkpoint(folder)
     stopped = open_checkpoint(saved).progress.step
     assert 0 < stopped < LONG["steps"]
-    ending = f"SIGTERM at step {stopped:,}: saved {saved}; the same command goes on from there."
+    ending = f"Interrupted by SIGTERM at step {stopped:,}; saved {saved}. Run the same command again to resume."
     assert out.splitlines()[-1] == ending
     assert out.count("SIGTERM") == 1
     code, out, err = launch(tmp_path / "second", *command)
     assert code == 0, err
-    assert f"going on from step {stopped:,}" in out
+    assert f"resuming from step {stopped:,}" in out
     assert out.count("Done at step") == 1
     assert sums(newest_checkpoint(folder)) == sums(newest_checkpoint(place / "long"))
     assert metrics(folder) == metrics(place / "long")
 
 
-def kill_and_go_on(data, tmp_path, kills, **changes):
-    """Kill one process again and again, each rank in turn; torchrun starts both anew every time. Returns the run."""
+def kill_and_resume(data, tmp_path, kills, **changes):
+    """Kill one process repeatedly, each rank in turn; torchrun restarts both every time. Returns the run."""
     folder, chance, killed = tmp_path / "run", random.Random(3), set()
     command = ["-m", "contextready", "train", recipe_file(tmp_path), *words(data, folder, **LONG | changes)]
     with Launch(tmp_path / "launch", *command, options=["--max-restarts", str(kills)]) as launched:
@@ -151,7 +151,7 @@ def kill_and_go_on(data, tmp_path, kills, **changes):
         code, out, err = launched.end()
     assert code == 0, err
     assert out.count("Done at step") == 1
-    assert out.count("going on from step") == kills
+    assert out.count("resuming from step") == kills
     assert not list((folder / "checkpoints").glob(".*"))
     return folder
 
@@ -161,8 +161,8 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 
 @needs_proc
 @pytest.mark.parametrize("kills", [2, pytest.param(5, marks=pytest.mark.slow)])
-def test_killed_processes_go_on_as_if_nothing_had_happened(together, data, place, tmp_path, kills):
-    folder = kill_and_go_on(data, tmp_path, kills)
+def test_killed_processes_resume_as_if_nothing_had_happened(together, data, place, tmp_path, kills):
+    folder = kill_and_resume(data, tmp_path, kills)
     assert sums(newest_checkpoint(folder)) == sums(newest_checkpoint(place / "long"))
     assert metrics(folder) == metrics(place / "long")
     assert kept_steps(folder) == kept_steps(place / "long")
@@ -170,13 +170,13 @@ def test_killed_processes_go_on_as_if_nothing_had_happened(together, data, place
 
 @pytest.mark.slow
 @needs_proc
-def test_two_nodes_go_on_after_a_kill_on_one(together, data, place, tmp_path):
+def test_two_nodes_resume_after_a_kill_on_one(together, data, place, tmp_path):
     """Two torchruns that only share an address and a disk."""
     with socket.socket() as taken:
         taken.bind(("localhost", 0))
         port = taken.getsockname()[1]
-    # With one restart allowed this failed once, a survivor having aborted; why was not found out. Presumably each node
-    # noticed the kill in a round of its own.
+    # With one allowed restart this failed once, because the surviving process aborted. The cause is unknown; probably
+    # each node noticed the kill in a different round.
     start = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", "--local-addr", "localhost"]
     start += ["--rdzv-id", "two", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
     folder = tmp_path / "run"
@@ -196,8 +196,8 @@ def test_two_nodes_go_on_after_a_kill_on_one(together, data, place, tmp_path):
 
 @pytest.mark.slow
 @needs_proc
-def test_killed_processes_with_parts_go_on_as_if_nothing_had_happened(data, tmp_path):
-    folder = kill_and_go_on(data, tmp_path, 4, parallel="fsdp")
+def test_killed_processes_with_shards_resume_as_if_nothing_had_happened(data, tmp_path):
+    folder = kill_and_resume(data, tmp_path, 4, parallel="fsdp")
     whole = ["-m", "contextready", "train", recipe_file(tmp_path)]
     whole += words(data, tmp_path / "whole", **LONG | {"parallel": "fsdp"})
     assert launch(tmp_path / "uninterrupted", *whole)[0] == 0

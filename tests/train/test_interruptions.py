@@ -1,4 +1,4 @@
-"""Whatever stops a run - signals, kills, a full disk, numbers that are not finite - the same command goes on."""
+"""After signals, kills, a full disk or numbers that are not finite, the same command resumes the run."""
 
 import os
 import random
@@ -30,7 +30,7 @@ LARGER = {"width": 96, "layers": 2, "lr": 1e-3, "save_every": 2, "eval_every": 5
 
 
 def wait_for(condition, process):
-    """Until something is true of a process that must still be running; returns what it gave."""
+    """Wait until a condition is true while the process keeps running, and return its value."""
     deadline = time.monotonic() + 120
     while not (found := condition()):
         assert process.poll() is None, process.communicate()
@@ -40,7 +40,7 @@ def wait_for(condition, process):
 
 
 def is_saving(folder):
-    """Whether a checkpoint newer than all others is half-written at this moment."""
+    """Whether a new checkpoint is being written at this moment."""
     newest = newest_checkpoint(folder)
     partial = [path.name[1:14] for path in (folder / "checkpoints").glob(".step-*.partial")]
     return newest is not None and any(name > newest.name for name in partial)
@@ -51,12 +51,12 @@ def has_logged(folder):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_and_the_same_command_goes_on(data, tmp_path, capsys, number, code):
+def test_a_signal_saves_and_the_same_command_resumes(data, tmp_path, capsys, number, code):
     folder, recipe = tmp_path / "run", recipe_file(tmp_path)
     rarely = {"eval_every": 10**6, "save_every": 10**6, "dropout": 0.1}
     process = start("train", recipe, *words(data, folder, steps=10**6, **rarely))
     wait_for(lambda: has_logged(folder), process)
-    # A second process in the same folder is refused and disturbs nothing.
+    # A second process in the same folder is refused and does not disturb the first.
     assert main(["train", recipe, *words(data, folder, steps=10**6, **rarely)]) == 2
     assert "Another process is training in" in capsys.readouterr().err
     process.send_signal(number)
@@ -64,17 +64,17 @@ def test_a_signal_saves_and_the_same_command_goes_on(data, tmp_path, capsys, num
     assert (process.returncode, err) == (code, "")
     (stopped,) = kept_steps(folder)
     saved = newest_checkpoint(folder)
-    ending = f"{number.name} at step {stopped:,}: saved {saved}; the same command goes on from there."
+    ending = f"Interrupted by {number.name} at step {stopped:,}; saved {saved}. Run the same command again to resume."
     assert out.splitlines()[-1] == ending
     assert main(["train", recipe, *words(data, folder, steps=stopped + 3, **rarely)]) == 0
-    assert f"going on from step {stopped:,}" in " ".join(capsys.readouterr().out.split())
+    assert f"resuming from step {stopped:,}" in " ".join(capsys.readouterr().out.split())
     whole = run(data, tmp_path / "whole", steps=stopped + 3, **rarely)
     assert sums(newest_checkpoint(folder)) == sums(whole.checkpoint)
     assert metrics(folder) == metrics(tmp_path / "whole")
 
 
-def kill_and_go_on(data, tmp_path, steps, kills, seed):
-    """Kill a run again and again; `kills` says of each whether it hits a save. Everything is whole every time."""
+def kill_and_resume(data, tmp_path, steps, kills, seed):
+    """Kill a run repeatedly; `kills` says for each kill whether it hits a save. All checkpoints stay complete."""
     chance, changes = random.Random(seed), LARGER | {"steps": steps}
     folder, hits = tmp_path / "run", 0
     command = ("train", recipe_file(tmp_path), *words(data, folder, **changes))
@@ -102,13 +102,13 @@ def kill_and_go_on(data, tmp_path, steps, kills, seed):
     return hits
 
 
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(data, tmp_path):
-    kill_and_go_on(data, tmp_path, 40, [True, False, True], seed=1)
+def test_a_killed_run_resumes_as_if_nothing_had_happened(data, tmp_path):
+    kill_and_resume(data, tmp_path, 40, [True, False, True], seed=1)
 
 
 @pytest.mark.slow
-def test_a_run_killed_twenty_times_goes_on_as_if_nothing_had_happened(data, tmp_path):
-    assert kill_and_go_on(data, tmp_path, 500, [True, False] * 10, seed=2) >= 5
+def test_a_run_killed_twenty_times_resumes_as_if_nothing_had_happened(data, tmp_path):
+    assert kill_and_resume(data, tmp_path, 500, [True, False] * 10, seed=2) >= 5
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def small_disk(tmp_path):
 
 
 def fill(disk, leave):
-    """Take all room but `leave` bytes."""
+    """Fill the disk except for `leave` bytes."""
     stat = os.statvfs(disk)
     (disk / "filler").write_bytes(b"x" * (stat.f_bavail * stat.f_frsize - leave))
 
@@ -139,7 +139,7 @@ def size_of(folder):
 
 @pytest.mark.parametrize("room", [0.2, 0.7, 0.998])
 def test_a_full_disk_is_one_sentence_and_costs_nothing(data, tmp_path, small_disk, room):
-    """Full in the middle of the weights, of the moments, and of the small files after them."""
+    """The disk becomes full while the weights, the moments, or the small files after them are written."""
     folder, changes = small_disk / "run", LARGER | {"keep": 1}
     first = run(data, folder, **changes | {"steps": 2})
     before = sums(first.checkpoint)
@@ -147,7 +147,7 @@ def test_a_full_disk_is_one_sentence_and_costs_nothing(data, tmp_path, small_dis
     command = ("train", recipe_file(tmp_path), *words(data, folder, **changes | {"steps": 4}))
     code, _, err = finish(*command)
     assert code == 2, "killed by a signal" if code < 0 else err
-    assert err.startswith("crt train: The disk is full: ")
+    assert err.startswith("crt train: The disk is full")
     assert err.count("\n") == 1
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [first.checkpoint.name]
     assert sums(open_checkpoint(folder).folder) == before
@@ -196,7 +196,7 @@ def test_a_disk_full_from_the_start_is_one_sentence(data, tmp_path, small_disk, 
 
 
 class FillsTheDisk:
-    """A display that takes the last room after the first step, and remembers whether it was stopped."""
+    """A display that fills the disk after the first step, and remembers whether it was stopped."""
 
     def __init__(self, disk):
         self.disk, self.stopped = disk, False
@@ -227,12 +227,12 @@ def not_a_number(tensors):
 
 
 def overflow_the_norm(tensors):
-    """Logits of 1e25 leave the loss finite, and the squares of their gradients are above what float32 holds."""
+    """Logits of 1e25 leave the loss finite, but the squares of their gradients overflow float32."""
     tensors["backbone.unembedding.weight"] *= 1e25
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), [(not_a_number, "loss is nan"), (overflow_the_norm, "gradient's norm is inf")]
+    ("change", "message"), [(not_a_number, "loss is nan"), (overflow_the_norm, "gradient norm is inf")]
 )
 def test_what_is_not_finite_stops_before_the_update(data, tmp_path, change, message, capsys):
     saved = run(data, tmp_path / "run", steps=4).checkpoint
@@ -251,14 +251,14 @@ def test_a_run_that_diverges_leaves_a_good_checkpoint(data, tmp_path, capsys):
     command = ["train", recipe_file(tmp_path), *words(data, tmp_path / "run", lr=1e30, warmup=0, save_every=1)]
     assert main(command) == 2
     saved = newest_checkpoint(tmp_path / "run")
-    assert f"the last good one is {saved}" in capsys.readouterr().err
+    assert f"(last good checkpoint: {saved})" in capsys.readouterr().err
     assert all(p.isfinite().all() for p in open_checkpoint(tmp_path / "run").model().parameters())
 
 
 def test_weights_that_are_not_finite_are_never_saved(data, tmp_path, capsys):
     command = ["train", recipe_file(tmp_path), *words(data, tmp_path / "run", lr=1e39, warmup=0, save_every=1)]
     assert main(command) == 2
-    assert "a weight is not finite: nothing was saved and no checkpoint was written yet" in capsys.readouterr().err
+    assert "a weight is not finite, so nothing was saved (last good checkpoint: none yet)" in capsys.readouterr().err
     assert newest_checkpoint(tmp_path / "run") is None
 
 
@@ -268,5 +268,5 @@ def test_divergence_before_any_checkpoint_says_so(data, tmp_path):
     at = trainer(data, tmp_path / "run")
     with torch.no_grad():
         at.model.backbone.embedding.weight.fill_(float("inf"))
-    with pytest.raises(ContextReadyError, match="no checkpoint was written yet"):
+    with pytest.raises(ContextReadyError, match="last good checkpoint: none yet"):
         at.run(no_interrupts())

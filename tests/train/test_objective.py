@@ -1,4 +1,4 @@
-"""The loss and the schedules: against loops written by hand, and the same however the passes are computed."""
+"""The loss and the schedules, compared with hand-written loops and with other ways to compute the passes."""
 
 from collections import Counter
 from dataclasses import replace

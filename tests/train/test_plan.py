@@ -1,4 +1,4 @@
-"""What a run is planned to need, against what it takes."""
+"""The planned memory and time of a run, compared with what it really needs."""
 
 import itertools
 import json
@@ -27,11 +27,11 @@ def plan_of(gpus=1, **settings):
 
 MODES = ["unroll", "unroll, recomputed", "truncated J=2", "implicit m=2", "bptt"]
 SHAPES = {"activations": MEDIUM, "weights": HEAVY}
-"""By what takes most of the memory."""
+"""Named after what needs most of the memory."""
 
 
 def some_in_the_slow_tests(pairs, fast):
-    """A shape with something else: some pairs in every run of the tests, the others in the slow one."""
+    """Run some pairs in every test run, and mark the others as slow."""
     return [pytest.param(*pair, marks=[] if pair in fast else [pytest.mark.slow]) for pair in pairs]
 
 
@@ -139,7 +139,7 @@ def test_the_time_is_work_by_speed():
     plan = plan_of(gpus=4)
     assert plan.seconds_per_step(100.0, 0.5) == pytest.approx(plan.flops_per_step / (4 * 100e12 * 0.5))
     for tflops, utilisation in ((0.0, 0.5), (100.0, 0.0), (100.0, 1.5), (-1.0, 0.5), (float("nan"), 0.5)):
-        with pytest.raises(ContextReadyError, match="is no speed"):
+        with pytest.raises(ContextReadyError, match="must be greater than 0"):
             plan.seconds_per_step(tflops, utilisation)
 
 
@@ -159,8 +159,8 @@ def test_a_plan_at_paper_scale_allocates_nothing(monkeypatch):
 def test_the_command_prints_all_of_it(capsys):
     assert main(["plan", "owt-d5-c1120", "gradient=implicit", "--gpus", "8", "parallel=fsdp", "--tflops", "989"]) == 0
     out = capsys.readouterr().out
-    assert "156,992,640 parameters over 8 GPUs (fsdp), gradient=implicit, K up to 5, bf16" in out
-    for word in ("weights", "gradients", "optimizer", "activations", "together", "FLOPs of a step", "GPU days"):
+    assert "156,992,640 parameters on 8 GPUs (fsdp), gradient=implicit, up to K=5 passes, bf16" in out
+    for word in ("weights", "gradients", "optimizer", "activations", "total", "FLOPs per step", "GPU days"):
         assert word in out
     assert main(["plan", "owt-d5-c1120", "gradient=bptt", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -172,10 +172,10 @@ def test_the_command_prints_all_of_it(capsys):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--gpus", "0"], "--gpus 0 is too few"),
-        (["--gpus", "3"], "batch_size=64 cannot be shared by 3 processes"),
-        (["--gpus", "2", "passes=1", "min_passes=none"], "K=1 leaves the correction without a gradient"),
-        (["--utilisation", "0"], "is no speed"),
+        (["--gpus", "0"], "--gpus must be at least 1, but got 0"),
+        (["--gpus", "3"], "batch_size=64 cannot be split over 3 processes"),
+        (["--gpus", "2", "passes=1", "min_passes=none"], "K=1 gives the correction no gradient"),
+        (["--utilisation", "0"], "--utilisation must be greater than 0 and at most 1, but got 0"),
         (["gradient=implict"], "gradient=implict is unknown; did you mean 'implicit'?"),
         (["parallel=fdsp"], "parallel=fdsp is unknown; did you mean 'fsdp'?"),
     ],

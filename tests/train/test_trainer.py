@@ -1,4 +1,4 @@
-"""The training loop: resuming changes nothing, updates are what they should be, and what it reports."""
+"""The training loop: resuming changes nothing, updates are correct, and metrics are complete."""
 
 import io
 import json
@@ -72,7 +72,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(data, tmp_path, variant):
 
 
 @pytest.mark.parametrize("stop", [1, 3, 7, 11])
-def test_a_run_stopped_at_any_step_goes_on_as_if_never_stopped(data, tmp_path, stop):
+def test_a_run_interrupted_at_any_step_resumes_as_if_never_interrupted(data, tmp_path, stop):
     changes = {"dropout": 0.2, "passes": 5, "schedule": "cosine", "accumulate": 2}
     whole = run(data, tmp_path / "whole", **changes)
     stopped = train(tiny(data, tmp_path / "run", **changes), StopAfter(stop))
@@ -204,7 +204,7 @@ def test_auto_precision_is_bf16_only_where_it_is_native(data, tmp_path, monkeypa
 
 def test_an_unknown_device_is_refused():
     for name in ("tpu", "cuda:99", ""):
-        with pytest.raises(ContextReadyError, match="is not to be had here"):
+        with pytest.raises(ContextReadyError, match="is not available on this machine"):
             find_device(name)
 
 

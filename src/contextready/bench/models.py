@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from contextready.data.shards import Data
 from contextready.errors import ContextReadyError
 from contextready.infer.engine import EXPORTED
 from contextready.infer.ggml.file import read_gguf
@@ -15,7 +14,7 @@ from contextready.model.config import ModelConfig
 from contextready.model.context_ready import ContextReady, build_model
 from contextready.model.cost import Account, account
 from contextready.runs.catalog import entries
-from contextready.runs.checkpoint import open_checkpoint
+from contextready.runs.checkpoint import Checkpoint, data_of, open_checkpoint
 from contextready.settings import build_settings
 from contextready.solve.prefill import SOLVERS, prefill
 
@@ -46,7 +45,7 @@ def open_models(words: Sequence[str]) -> list[BenchModel]:
         models.append(BenchModel(file, account(config), Path(file), None))
     for path in paths:
         checkpoint = open_checkpoint(Path(path))
-        cost, text = account(checkpoint.native_config), _text(checkpoint.config["train"]["data"])
+        cost, text = account(checkpoint.native_config), _text(checkpoint)
         models.append(BenchModel(path, cost, checkpoint.model(), text))
     for entry in entries(named) if named else []:
         torch.manual_seed(0)
@@ -84,10 +83,10 @@ def memory_record(one: BenchModel, context: int) -> dict[str, Any]:
     }
 
 
-def _text(folder: str) -> torch.Tensor | None:
+def _text(checkpoint: Checkpoint) -> torch.Tensor | None:
     """Token ids of the validation data, if the data is still available."""
     try:
-        tokens = Data(Path(folder), verify=[]).tokens("val")
+        tokens = data_of(checkpoint, None).tokens("val")
     except ContextReadyError:
         return None
     return torch.from_numpy(tokens.read(0, min(len(tokens), LONGEST_TEXT)).astype("int64"))

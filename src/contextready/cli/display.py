@@ -1,4 +1,4 @@
-"""Show a run to a person: a live line in a terminal, a line per validation elsewhere."""
+"""Shows the progress of a run: a live line in a terminal, one line per validation elsewhere."""
 
 from math import exp
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class ConsoleDisplay:
-    """Loss, perplexity, tokens per second, K, residual and the time left."""
+    """Shows loss, perplexity, tokens per second, K, the residual and the remaining time."""
 
     def __init__(self, console: "Console | None" = None) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -34,18 +34,18 @@ class ConsoleDisplay:
         self._rate = ""
 
     def start(self, config: RunConfig, step: int, note: str) -> None:
-        """Say what begins, and where."""
+        """Print the size and length of the run, and start the live line."""
         t = config.train
-        going_on = f", going on from step {step:,}" if step else ""
+        resuming = f", resuming from step {step:,}" if step else ""
         self.console.print(
-            f"{t.out}: {note}; {t.steps:,} steps of {t.tokens_per_step:,} tokens{going_on}.", soft_wrap=True
+            f"{t.out}: {note}; {t.steps:,} steps of {t.tokens_per_step:,} tokens{resuming}.", soft_wrap=True
         )
         self._task = self._bar.add_task(t.out.rpartition("/")[2], total=t.steps, completed=step, line="")
         self._began = None
         self._bar.start()
 
     def update(self, record: Record) -> None:
-        """Move the line on; a validation is printed for good."""
+        """Update the live line, or print the line of a validation."""
         if "val_loss" in record:
             trained = "" if self._loss is None else f", train {self._loss:.3f}{self._rate}"
             self.console.print(
@@ -54,11 +54,11 @@ class ConsoleDisplay:
                 soft_wrap=True,
             )
             return
-        # Single batches are noisy; a running mean over about twenty is readable.
+        # Single batches are noisy, so a running mean over about twenty of them is shown.
         self._loss = record["loss"] if self._loss is None else 0.95 * self._loss + 0.05 * record["loss"]
         if record["residual"] is not None:
             self._residual = f", residual {record['residual']:.1e}"
-        # The first step warms up; validations and saves are not counted.
+        # The first step is a warm-up. The time of validations and saves is not included.
         self._began = self._began or (record["seconds"], record["tokens"])
         seconds, tokens = record["seconds"] - self._began[0], record["tokens"] - self._began[1]
         self._rate = f", {tokens / seconds:,.0f} tokens/s" if seconds > 0 else ""
@@ -68,5 +68,5 @@ class ConsoleDisplay:
         self._bar.update(self._task, completed=record["step"], line=line)
 
     def stop(self) -> None:
-        """Take the line away."""
+        """Remove the live line."""
         self._bar.stop()

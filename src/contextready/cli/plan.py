@@ -1,11 +1,11 @@
-"""`crt plan`: what a training needs, before it is started."""
+"""`crt plan`: the memory and time that a training run will need."""
 
 import argparse
 import dataclasses
-import json
 from typing import TYPE_CHECKING
 
 from contextready.cli.options import Verbs, verb
+from contextready.files import to_json
 
 if TYPE_CHECKING:
     from contextready.runs.config import RunConfig
@@ -18,25 +18,25 @@ def add(verbs: Verbs) -> None:
     plan = verb(
         verbs,
         "plan",
-        "memory and time of a training before it is started",
-        "Print what a training needs: parameters, memory of each GPU by what it is for, FLOPs of a\n"
-        "step, and the time at a stated utilisation. No weight is allocated.",
-        "examples:\n"
-        "  crt plan owt-d5-c1120 --gpus 8\n"
-        "  crt plan mini-d1 vocab_size=4096          without prepared data, the vocabulary must be said\n"
-        "  crt plan owt-d5-c1120 gradient=implicit parallel=fsdp --gpus 8 --tflops 989 --utilisation 0.35",
+        "estimate the memory and time of a training run",
+        "Estimate what a training run needs before it is started: parameters, memory per GPU, FLOPs per\n"
+        "step, and the time at a given utilisation. No weights are allocated and no data is needed. Give\n"
+        "the recipe and the settings as for crt train; crt train --help lists all settings.",
+        "crt plan mini-d1\n"
+        "crt plan owt-d5-c1120 --gpus 8\n"
+        "crt plan owt-d5-c1120 gradient=implicit parallel=fsdp --gpus 8 --tflops 989 --utilisation 0.35",
     )
-    plan.add_argument("recipe", help="name of a recipe, or a YAML file")
-    plan.add_argument("settings", nargs="*", metavar="key=value", help="settings that change it")
-    plan.add_argument("--gpus", type=int, default=1, help="processes that share the work (default: 1)")
+    plan.add_argument("recipe", help="name of a recipe (see crt train --list), or a YAML file with settings")
+    plan.add_argument("settings", nargs="*", metavar="key=value", help="settings to change, for example steps=4000")
+    plan.add_argument("--gpus", type=int, default=1, help="GPUs, or processes, that train the run together")
     plan.add_argument(
         "--tflops",
         type=float,
         default=312.0,
-        help="peak of one GPU in TFLOP/s, in the plan's precision (default: 312, an A100 in bf16)",
+        help="peak speed of one GPU in TFLOP/s at the precision of the run (default: 312, an A100 in bf16)",
     )
-    plan.add_argument("--utilisation", type=float, default=0.4, help="part of the peak that is reached (default: 0.4)")
-    plan.add_argument("--json", action="store_true", help="print one JSON line instead")
+    plan.add_argument("--utilisation", type=float, default=0.4, help="fraction of the peak speed that is reached")
+    plan.add_argument("--json", action="store_true", help="print JSON")
     plan.set_defaults(run=_run, more_words="settings")
 
 
@@ -48,34 +48,34 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def print_plan(config: "RunConfig", gpus: int, tflops: float, utilisation: float, as_json: bool) -> None:
-    """Memory of each process and the time of a run, before it is started."""
+    """Print the memory per process and the time of a run, as text or as JSON."""
     from contextready.train.plan import make_plan
 
     plan = make_plan(config, gpus)
     seconds = plan.seconds_per_step(tflops, utilisation)
     if as_json:
         about = {"tflops": tflops, "utilisation": utilisation, "seconds_per_step": seconds}
-        print(json.dumps(dataclasses.asdict(plan) | {"total": plan.total} | about))
+        print(to_json(dataclasses.asdict(plan) | {"total": plan.total} | about, indent=1))
         return
     t = config.train
     tokens, hours = t.steps * t.tokens_per_step, seconds * t.steps / 3600
-    spread = "" if gpus == 1 else f" over {gpus} GPUs ({t.parallel})"
-    passes = "" if t.passes is None or config.model.correction is None else f", K up to {t.passes}"
+    spread = "" if gpus == 1 else f" on {gpus} GPUs ({t.parallel})"
+    passes = "" if t.passes is None or config.model.correction is None else f", up to K={t.passes} passes"
     print(f"{plan.parameters:,} parameters{spread}, gradient={t.gradient}{passes}, {plan.precision}")
-    print(f"{t.sequences_per_step} × {t.block_size} tokens a step, {t.steps:,} steps, {tokens / 1e9:.2f}B tokens")
-    print("memory of each GPU at its peak, in GiB:")
+    print(f"{t.sequences_per_step} × {t.block_size} tokens per step, {t.steps:,} steps, {tokens:,} tokens")
+    print("peak memory per GPU in GiB:")
     for name, size in (
         ("weights", plan.weights),
         ("gradients", plan.gradients),
         ("optimizer", plan.optimizer),
         ("activations", plan.activations),
-        ("together", plan.total),
+        ("total", plan.total),
     ):
         print(f"  {name:<12}{size / GIB:9.3f}")
-    print(f"FLOPs of a step: {plan.flops_per_step:.3e}")
+    print(f"FLOPs per step: {plan.flops_per_step:.3e}")
     print(
-        f"at {utilisation:.0%} of {tflops:g} TFLOP/s a GPU: {seconds:.3g} s a step, {hours:,.1f} h in all, "
+        f"at {utilisation:.0%} of {tflops:g} TFLOP/s per GPU: {seconds:.3g} s per step, {hours:,.1f} h in total, "
         f"{hours * gpus / 24:,.2f} GPU days"
     )
     if t.gradient == "bptt":
-        print("gradient=bptt goes token by token: small products, which reach far less of the peak.")
+        print("Note: gradient=bptt runs token by token in small products, so it reaches a far lower utilisation.")

@@ -1,4 +1,4 @@
-"""`crt unshard`: a plain checkpoint from a sharded one."""
+"""`crt unshard`: convert a sharded checkpoint to a plain one."""
 
 import argparse
 from pathlib import Path
@@ -11,12 +11,15 @@ def add(verbs: Verbs) -> None:
     unshard = verb(
         verbs,
         "unshard",
-        "a plain checkpoint from a sharded one",
-        "Write the checkpoint of a run with parallel=fsdp as plain safetensors. The metadata of a\n"
-        "sharded checkpoint is a pickle, which can run code when it is read: only for your own runs.",
+        "convert a sharded checkpoint to a plain one",
+        "Convert the checkpoint of a run with parallel=fsdp to plain safetensors, which every verb can\n"
+        "open. The metadata of a sharded checkpoint is a pickle, which can run code when it is loaded,\n"
+        "so use this on your own runs only.",
+        "crt unshard runs/sharded runs/plain\n"
+        "crt unshard runs/sharded/checkpoints/step-00001000 runs/plain    # an earlier checkpoint",
     )
-    unshard.add_argument("checkpoint", type=Path, help="run (its newest checkpoint is used) or checkpoint")
-    unshard.add_argument("out", type=Path, help="folder to make")
+    unshard.add_argument("checkpoint", type=Path, help="run, whose newest checkpoint is converted, or checkpoint")
+    unshard.add_argument("out", type=Path, help="folder to create")
     unshard.set_defaults(run=_run)
 
 

@@ -121,8 +121,10 @@ def _of_pretrained(checkpoint: Checkpoint, model: ContextReady) -> Any:
 
 def _tokenizer_of_pretrained(checkpoint: Checkpoint) -> Any:
     """The tokenizer of the original model, with its chat template; if that is gone, the checkpoint's tokenizer."""
+    name = checkpoint.config["model"]["pretrained"]
+    folders = [str(place) for place in checkpoint.places_of(name) if place.exists()]
     try:
-        return load_tokenizer(checkpoint.config["model"]["pretrained"])
+        return load_tokenizer(folders[0] if folders else name)
     except ContextReadyError:
         return _tokenizer(checkpoint.folder)
 

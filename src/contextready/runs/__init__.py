@@ -1,4 +1,4 @@
-"""What a run is: its settings and recipes, its checkpoints and metrics on disk, the models it is about.
+"""Training runs: their settings and recipes, the models they train, and their checkpoints and metrics on disk.
 
-May import data, model and the modules beside the folders; not measure, train, infer, evaluate or what is above.
+It may import data, model and the top-level modules, but not measure, train, infer, evaluate or anything above.
 """

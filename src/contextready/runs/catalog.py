@@ -1,4 +1,4 @@
-"""The models of the paper, and any other configuration: what each costs, beside what the paper prints."""
+"""The cost of the paper's models, or of any other configuration, next to the figures that the paper prints."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,19 +23,19 @@ class Entry:
     account: Account
     context: int
     paper: PaperModel | None
-    """What the paper says, for a model of the paper as it stands there."""
+    """The paper's figures, if this is an unchanged model from the paper."""
 
     @property
     def paper_macs(self) -> int:
-        """Multiply-accumulates per token as the table this model stands in counts them."""
+        """Multiply-accumulates per token, counted as in the paper's table for this model."""
         without_head = self.paper is not None and not self.paper.flops_with_head
         return self.account.macs - (self.account.macs_head if without_head else 0)
 
 
 def entries(words: Sequence[str], context: int | None = None) -> list[Entry]:
-    """Account for named models, or the one described by `key=value` settings (alone, or changing named ones)."""
+    """Compute the cost of named models, changed by `key=value` settings if any, or of one model given by settings."""
     if context is not None and context < 1:
-        raise ContextReadyError(f"--context {context} is too small; give the number of tokens, at least 1.")
+        raise ContextReadyError(f"--context must be at least 1, but got {context}.")
     names = [word for word in words if "=" not in word]
     settings = parse_assignments([word for word in words if "=" in word])
     if settings and not names:
@@ -52,7 +52,7 @@ def entries(words: Sequence[str], context: int | None = None) -> list[Entry]:
 
 
 def as_record(entry: Entry, dtype: torch.dtype) -> dict[str, Any]:
-    """One entry as plain JSON values."""
+    """Return one entry as plain JSON values."""
     a, paper = entry.account, entry.paper
     return {
         "name": entry.name,
@@ -84,7 +84,7 @@ def as_record(entry: Entry, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def cache_ratios() -> list[dict[str, Any]]:
-    """The paper's cache comparisons: how many times less the context-ready model of each pair holds per token."""
+    """Return the paper's cache comparisons: in each pair, how much smaller the context-ready model's cache is."""
 
     def kv_bytes(name: str) -> int:
         return account(PAPER_MODELS[name].config).kv_bytes_per_token()
@@ -101,6 +101,6 @@ def cache_ratios() -> list[dict[str, Any]]:
 
 
 def millions(count: int, like: str | None = None) -> str:
-    """121139200 as "121M"; with as many digits as `like` has, or one below ten million."""
+    """Format 121139200 as "121M", with as many decimals as `like` has (default: one below ten million)."""
     digits = (like or ("0M" if count >= 10_000_000 else "0.0M")).partition(".")[2]
     return f"{count / 1e6:.{max(0, len(digits) - 1)}f}M"

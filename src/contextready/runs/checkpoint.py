@@ -1,19 +1,21 @@
-"""Checkpoints: everything a run needs to go on as if it had never stopped, in plain files without pickle.
+"""Checkpoints: everything that a run needs to resume exactly where it stopped, in plain files without pickle.
 
     RUN/checkpoints/step-00001000/
         model.safetensors       weights
-        config.json             settings of model and training
-        tokenizer.json          so that the weights are never without it
-        optimizer.safetensors   moments, by the names of the weights
-        rng.safetensors         state of torch's generators
-        trainer.json            step, data position, best validation, other generators
-        pretrained.json         of a model of Hugging Face: its configuration
-        manifest.json           size and SHA-256 of each
+        config.json             settings of the model and the training
+        tokenizer.json          a copy, so that the weights always come with their tokenizer
+        optimizer.safetensors   optimizer moments, by the names of the weights
+        rng.safetensors         states of torch's random number generators
+        trainer.json            step, data position, best validation, states of the other generators
+        pretrained.json         configuration of the Hugging Face model, if it is one
+        manifest.json           size and SHA-256 of each file
 
-With parallel=fsdp weights and moments lie in PyTorch's distributed format instead (`sharded.py`). A checkpoint is
-written aside, forced to disk and renamed, so every folder named step-… is whole. Runs write them in `train/saving.py`.
+With parallel=fsdp, weights and moments are in PyTorch's distributed format instead (`sharded.py`). A checkpoint is
+written under a temporary name, flushed to disk and renamed, so every folder named step-… is complete. Runs write them
+in `train/saving.py`.
 """
 
+import os
 import random
 import shutil
 from dataclasses import dataclass
@@ -53,55 +55,55 @@ TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json")
 
 @dataclass
 class Progress:
-    """Where a run stands."""
+    """The progress of a run."""
 
     step: int = 0
     sequences: int = 0
-    """Data position: training sequences read so far."""
+    """Position in the data: the number of training sequences read so far."""
     seconds: float = 0.0
-    """Time spent on updates."""
+    """Time spent on optimizer steps."""
     macs: int = 0
-    """Multiply-accumulates spent on updates."""
+    """Multiply-accumulates spent on optimizer steps."""
     precision: str = "fp32"
-    """fp32 or bf16: what `auto` came to when the run began."""
+    """fp32 or bf16; with precision=auto, the choice made when the run began."""
     best_step: int | None = None
     best_loss: float | None = None
     data_identity: str | None = None
     tokenizer_sha256: str | None = None
     solved: bool = False
-    """Whether the last validation left nothing to learn."""
+    """Whether the last validation found the task solved."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk, whole and of the right kind."""
+    """An opened checkpoint, whose format and files have been checked."""
 
     folder: Path
     config: dict[str, Any]
-    """Settings, as `RunConfig.as_dict` gives them."""
+    """The settings, as `RunConfig.as_dict` returns them."""
     progress: Progress
     sharded: bool
-    """Whether weights and moments are in the distributed format; its manifest says so, not a file that lies about."""
+    """Whether weights and moments are in the distributed format, according to the manifest."""
 
     @property
     def model_config(self) -> ModelConfig | PretrainedModelConfig:
-        """The model's settings."""
+        """The settings of the model."""
         return build_model_settings(self.config["model"])
 
     @property
     def native_config(self) -> ModelConfig:
-        """The model's settings, where it is this package's own."""
+        """The settings of a native model; it is an error if this is a pretrained one."""
         config = self.model_config
         if isinstance(config, ModelConfig):
             return config
         raise ContextReadyError(
-            f"{self.folder} holds a pretrained model of Hugging Face, for which this is not made; crt convert "
-            f"{self.folder} OUT writes it in that format."
+            f"{self.folder} holds a pretrained Hugging Face model, which is not supported here. Use it in Hugging Face "
+            f"format instead: crt convert {self.folder} OUT"
         )
 
     @property
     def vocab_size(self) -> int:
-        """The tokens it knows."""
+        """The vocabulary size of the model."""
         config, described = self.model_config, self.described
         if isinstance(config, ModelConfig):
             return config.vocab_size
@@ -110,37 +112,50 @@ class Checkpoint:
 
     @property
     def described(self) -> dict[str, Any] | None:
-        """What a pretrained model is besides its settings and weights."""
+        """The configuration of a pretrained model, which is needed to rebuild it; None for a native model."""
         return read_json(self.folder / PRETRAINED_FILE) if "pretrained" in self.config["model"] else None
 
     def must_have_learned_text(self) -> None:
-        """Refuse a model of another task, where text is to be read or written."""
+        """Raise an error if the model was trained on a task other than language modelling."""
         if "task" in self.config:
             task = task_from_dict(self.config["task"])
             raise ContextReadyError(
-                f"{self.folder} learned {task.title}, not text; {task.command} scores such models as they learn."
+                f"{self.folder} was trained on {task.title}, not on text; use {task.command} for such models."
             )
 
+    def places_of(self, path: str) -> list[Path]:
+        """Return where a path in the settings may be: below the current folder, and where the run was started."""
+        folder = Path(os.path.abspath(self.folder))
+        run = folder.parents[1] if folder.parent.name == FOLDER else folder
+        out = Path(self.config["train"].get("out") or "")
+        places = [Path(path)]
+        # A run in /a/runs/x with out=runs/x was started in /a.
+        if out.parts and not out.is_absolute() and run.parts[-len(out.parts) :] == out.parts:
+            started_in = run.parents[len(out.parts) - 1]
+            if started_in / path != Path(path).absolute():
+                places.append(started_in / path)
+        return places
+
     def model(self) -> ContextReady:
-        """The trained model, on the CPU and ready to evaluate."""
+        """Load the trained model on the CPU, in evaluation mode."""
         model = rebuild_model(self.model_config, self.described)
         load_weights(model, self.tensors("model"), self.folder)
         return model.eval()
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors of one of its files."""
+        """Load the tensors of one of the files: model, optimizer or rng."""
         from safetensors.torch import load_file
 
         if self.sharded and name != "rng":
             raise ContextReadyError(
-                f"{self.folder} is a sharded checkpoint, whose metadata is a pickle; if it is yours, make a plain one "
-                f"with crt unshard {self.folder} OUT."
+                f"{self.folder} is a sharded checkpoint, whose metadata is a pickle. If you trust it, convert it to a "
+                f"plain one with: crt unshard {self.folder} OUT"
             )
         return load_file(self.folder / f"{name}.safetensors")
 
 
 def open_checkpoint(path: Path, best: bool = False, verify: bool = True) -> Checkpoint:
-    """Open a checkpoint's folder, or a run's: its newest, or its best by validation. Checksums are compared."""
+    """Open a checkpoint, or the newest or best one of a run. `verify` compares the checksums of all files."""
     if not path.is_dir():
         raise ContextReadyError(f"There is no run or checkpoint at {path}.")
     folder = path
@@ -152,9 +167,7 @@ def open_checkpoint(path: Path, best: bool = False, verify: bool = True) -> Chec
         if best:
             step = _progress(folder).best_step
             if step is None:
-                raise ContextReadyError(
-                    f"The run {path} has not been validated yet, so none of its checkpoints is best."
-                )
+                raise ContextReadyError(f"The run {path} has not been validated yet, so it has no best checkpoint.")
             folder = step_folder(path, step)
     elif (path / "metrics.jsonl").is_file():
         raise ContextReadyError(f"The run {path} has no checkpoint yet.")
@@ -163,12 +176,14 @@ def open_checkpoint(path: Path, best: bool = False, verify: bool = True) -> Chec
         check_sums(folder, manifest)
     config = read_json(folder / "config.json")
     if not isinstance(config, dict) or not {"model", "train"} <= config.keys():
-        raise ContextReadyError(f"{folder / 'config.json'} does not hold the settings of a run: it is damaged.")
+        raise ContextReadyError(
+            f"{folder / 'config.json'} does not contain the settings of a run; the checkpoint is damaged."
+        )
     return Checkpoint(folder, config, _progress(folder), METADATA in manifest["files"])
 
 
 def open_trained(path: Path, best: bool = False) -> Checkpoint:
-    """Open a run or a checkpoint, or a folder with a model of Hugging Face."""
+    """Open a run, a checkpoint, or a folder with a model in Hugging Face format."""
     if not is_pretrained(path):
         return open_checkpoint(path, best)
     opened: Checkpoint = hugging_face().open_folder(path)
@@ -176,38 +191,56 @@ def open_trained(path: Path, best: bool = False) -> Checkpoint:
 
 
 def data_of(checkpoint: Checkpoint, folder: Path | None) -> Data:
-    """Data to evaluate on: what the model was trained on, or other data made with the same tokenizer."""
+    """Open the data to evaluate on: the data in `folder`, or by default the data that the model was trained on."""
     checkpoint.must_have_learned_text()
-    trained_on = checkpoint.config["train"]["data"]
-    if folder is None and not trained_on:
-        raise ContextReadyError(f"{checkpoint.folder} does not say what it was trained on; name data with --data.")
-    data = Data(folder or Path(trained_on), verify=["val"])
+    data = Data(folder or _training_data(checkpoint), verify=["val"])
     data.tokenizer()
     if data.tokenizer_sha256 != checkpoint.progress.tokenizer_sha256:
         raise ContextReadyError(
-            f"The data {data.folder} was made with another tokenizer than the model {checkpoint.folder}; prepare it "
-            f"again with crt data prepare --tokenizer {checkpoint.folder}."
+            f"{data.folder} was prepared with another tokenizer than that of {checkpoint.folder}. Prepare the data "
+            f"with: crt data prepare OUT FILES --tokenizer {checkpoint.folder}"
         )
     if data.vocab_size > checkpoint.vocab_size:
         raise ContextReadyError(
-            f"The data {data.folder} has {data.vocab_size:,} kinds of tokens and the model "
-            f"{checkpoint.folder} knows {checkpoint.vocab_size:,}; evaluate it on its own data."
+            f"{data.folder} has a vocabulary of {data.vocab_size:,}, but {checkpoint.folder} has only "
+            f"{checkpoint.vocab_size:,}; pass other data with --data FOLDER."
         )
     return data
 
 
+def _training_data(checkpoint: Checkpoint) -> Path:
+    """Find the data that a model was trained on."""
+    recorded, identity = checkpoint.config["train"]["data"], checkpoint.progress.data_identity
+    if not recorded:
+        raise ContextReadyError(f"{checkpoint.folder} does not record its training data; pass --data FOLDER.")
+    places = checkpoint.places_of(recorded)
+    found = [place for place in places if place.is_dir()]
+    for place in found:
+        if identity is None or Data(place, verify=()).identity == identity:
+            return place
+    if found:
+        raise ContextReadyError(
+            f"The data in {found[0]} is not the data that {checkpoint.folder} was trained on; pass --data FOLDER to "
+            "choose the data to evaluate on."
+        )
+    raise ContextReadyError(
+        f"The data that {checkpoint.folder} was trained on was not found at {' or '.join(map(str, places))}; pass its "
+        "folder with --data FOLDER."
+    )
+
+
 def newest_checkpoint(run: Path) -> Path | None:
-    """The folder of a run's newest checkpoint."""
+    """Return the folder of the newest checkpoint of a run, if it has one."""
     return max((run / FOLDER).glob("step-*"), default=None)
 
 
 def step_folder(run: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Return the folder of the checkpoint of this step."""
     return run / FOLDER / f"step-{step:08d}"
 
 
 def write_tensors(folder: Path, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
-    """Weights and moments as safetensors."""
+    """Write weights and moments as safetensors."""
     from safetensors.torch import save_file
 
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
@@ -223,7 +256,7 @@ def write_rest(
     *,
     described: dict[str, Any] | None = None,
 ) -> None:
-    """Everything of a checkpoint but weights and moments, and the manifest at last."""
+    """Write everything in a checkpoint except weights and moments; the manifest comes last."""
     from safetensors.torch import save_file
 
     save_file(generators, folder / "rng.safetensors")
@@ -238,12 +271,15 @@ def write_rest(
 
 
 def unshard(path: Path, out: Path) -> Path:
-    """Write a plain checkpoint from a sharded one, or a run's newest. Its metadata is a pickle: only for your own."""
+    """Convert a sharded checkpoint, or the newest one of a run, to a plain checkpoint in `out`.
+
+    This loads a pickle, which can run code, so use it on your own checkpoints only.
+    """
     checkpoint = open_checkpoint(path)
     if not checkpoint.sharded:
-        raise ContextReadyError(f"{checkpoint.folder} is a plain checkpoint already.")
+        raise ContextReadyError(f"{checkpoint.folder} is already a plain checkpoint.")
     if out.exists():
-        raise ContextReadyError(f"{out} exists already; choose another folder.")
+        raise ContextReadyError(f"{out} already exists; choose another folder.")
     tensors = read_whole(checkpoint.folder)
     weights = {name.removeprefix("model/"): t for name, t in tensors.items() if name.startswith("model/")}
     moments = {name: t for name, t in tensors.items() if not name.startswith("model/")}
@@ -259,15 +295,15 @@ def unshard(path: Path, out: Path) -> Path:
 
 
 def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a model under the names that checkpoints have for them."""
+    """Return the parameters of a model by their names in checkpoints."""
     if isinstance(model, ContextReady) and not model.is_recurrent and isinstance(model.backbone, Transformer):
-        # A plain transformer's weights are saved under its own names, not as the backbone of something.
+        # The weights of a plain transformer are saved under its own names, without the prefix "backbone.".
         return dict(model.backbone.named_parameters())
     return dict(model.named_parameters())
 
 
 def load_weights(model: nn.Module, tensors: dict[str, Tensor], where: Path) -> None:
-    """Copy tensors into the parameters of the same names and shapes; anything amiss is refused."""
+    """Copy tensors into the parameters of the same names. It is an error if names or shapes differ."""
     named = named_weights(model)
     check_shapes(named, {name: tensor.shape for name, tensor in tensors.items()}, where)
     for name, p in named.items():
@@ -275,7 +311,7 @@ def load_weights(model: nn.Module, tensors: dict[str, Tensor], where: Path) -> N
 
 
 def check_shapes(named: dict[str, nn.Parameter], saved: dict[str, torch.Size], where: Path) -> None:
-    """Refuse weights of another model than these parameters are of."""
+    """Raise an error if the names or shapes of saved weights differ from those of the parameters."""
     wrong = sorted(
         name
         for name in named.keys() | saved.keys()
@@ -283,13 +319,13 @@ def check_shapes(named: dict[str, nn.Parameter], saved: dict[str, torch.Size], w
     )
     if wrong:
         raise ContextReadyError(
-            f"The weights in {where} are of another model ({len(wrong)} differ, for example {wrong[0]})."
+            f"The weights in {where} do not fit this model ({len(wrong)} differ, for example {wrong[0]})."
         )
 
 
 @torch.no_grad()
 def fill(place: Tensor, tensor: Tensor) -> None:
-    """Copy a whole tensor into its place, of which this process may hold a part."""
+    """Copy a whole tensor into `place`, of which this process may hold only a shard."""
     if hasattr(place, "device_mesh"):
         from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -299,7 +335,7 @@ def fill(place: Tensor, tensor: Tensor) -> None:
 
 
 def clear_leftovers(run: Path) -> None:
-    """Remove what a killed process left half-written or half-deleted."""
+    """Remove checkpoints that a killed process left partly written or partly deleted."""
     for leftover in (run / FOLDER).glob(partial_name(Path("*")).name):
         shutil.rmtree(leftover)
 
@@ -310,7 +346,7 @@ def _progress(folder: Path) -> Progress:
 
 
 def prune(run: Path, keep: int, best_step: int | None) -> None:
-    """Delete the checkpoints that are no longer kept."""
+    """Delete all checkpoints except the newest `keep` and the best."""
     folders = sorted((run / FOLDER).glob("step-*"))
     kept = {*folders[-keep:], *([] if best_step is None else [step_folder(run, best_step)])}
     for folder in folders:

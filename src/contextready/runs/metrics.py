@@ -1,4 +1,4 @@
-"""What a run reports as it goes: metrics.jsonl always, TensorBoard and Weights & Biases if asked for."""
+"""The metrics of a run: always written to metrics.jsonl, and on request to TensorBoard and Weights & Biases."""
 
 import json
 import os
@@ -17,9 +17,9 @@ Record = dict[str, Any]
 
 
 class Metrics:
-    """The record of a run that goes on after step `start`; what a killed process logged beyond it is dropped.
+    """The metrics of a run that resumes after step `start`; records that a killed process logged later are dropped.
 
-    A run that begins afresh has no step behind it, not even step 0: its `start` is -1.
+    A new run has no records yet, not even of step 0, so its `start` is -1.
     """
 
     def __init__(self, run: Path, config: RunConfig, start: int) -> None:
@@ -49,7 +49,7 @@ class Metrics:
             )
 
     def add(self, record: Record) -> None:
-        """Write one record; `step` says when, and every other number is a curve."""
+        """Write one record: its `step`, and numbers that each become a curve."""
         self._file.write(to_json(record) + "\n")
         curves = {key: value for key, value in record.items() if key != "step" and isinstance(value, int | float)}
         if self._board is not None:
@@ -59,12 +59,12 @@ class Metrics:
             self._wandb.log(curves, step=record["step"])
 
     def sync(self) -> None:
-        """Force the records to disk, so that no checkpoint is ahead of them."""
+        """Flush the records to disk, so that no checkpoint is ahead of them."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Finish everything."""
+        """Close the file and finish the loggers."""
         self._file.close()
         if self._board is not None:
             self._board.close()
@@ -73,7 +73,7 @@ class Metrics:
 
 
 def read_metrics(run: Path) -> list[Record]:
-    """All records of a run; a last line that was cut off by a crash is left out."""
+    """Read all records of a run. A last line that a crash cut off is ignored."""
     path = run / FILE
     if not path.is_file():
         raise ContextReadyError(f"There is no run at {run}: it has no {FILE}.")
@@ -87,6 +87,6 @@ def read_metrics(run: Path) -> list[Record]:
                 raise ContextReadyError(f"{path}, line {number} is not JSON; the file is damaged.") from None
             continue
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-            raise ContextReadyError(f"{path}, line {number} is no record of a run: it does not say at which step.")
+            raise ContextReadyError(f"{path}, line {number} is not a record of a run, because it has no step.")
         records.append(record)
     return records

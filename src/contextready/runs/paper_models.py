@@ -1,4 +1,4 @@
-"""Every model of the paper's tables by name, with the figures the paper prints for it."""
+"""Every model in the paper's tables, by name, with the figures that the paper prints for it."""
 
 from dataclasses import dataclass
 
@@ -6,23 +6,23 @@ from contextready.model.config import ModelConfig
 
 OWT_VOCABULARY = 32_000
 WIKI_VOCABULARY = 16_000
-# Pointer chasing: keys of 11 (or 21) levels of 5, 10 (or 20) values, and the tokens "=", "|", "Q", "masked".
+# Pointer chasing: 5 keys for each of 11 (or 21) levels, 10 (or 20) values, and the tokens "=", "|", "Q", "masked".
 POINTER_VOCABULARY = 5 * 11 + 10 + 4
 
 
 @dataclass(frozen=True)
 class PaperModel:
-    """One model of the paper."""
+    """One model from the paper."""
 
     config: ModelConfig
     tables: str
     """Where the paper reports it."""
     context: int
-    """The block size it is trained at."""
+    """The block size that it was trained with."""
     flops: str | None = None
     """The paper's FLOPs per token, as printed."""
     flops_with_head: bool = True
-    """Whether that figure counts the prediction head (the Wikipedia tables leave it out)."""
+    """Whether that figure includes the prediction head (the Wikipedia tables leave it out)."""
     coefficient: int | None = None
     """The paper's FLOPs in units of C², as printed."""
     parameters: str | None = None
@@ -30,12 +30,12 @@ class PaperModel:
 
 
 def _owt(layers: int, width: int, correction: str | None = None) -> ModelConfig:
-    # The paper names 16 heads for its K=10 runs only; 16 gives an even head size at every width it uses on OWT.
+    # The paper gives 16 heads for its K=10 runs only. 16 gives an even head size at all of its OpenWebText widths.
     return ModelConfig(OWT_VOCABULARY, width, layers, heads=16, dropout=0.2, correction=correction)
 
 
 def _wiki(layers: int, width: int, correction: str | None = None, extra_ffn: bool = False) -> ModelConfig:
-    # 446 = 2 · 223 and 74 = 2 · 37: one head is the only usual number with an even head size.
+    # 446 = 2 · 223 and 74 = 2 · 37, so one head is the only common choice that gives an even head size.
     heads = 16 if width % 32 == 0 else 1
     return ModelConfig(WIKI_VOCABULARY, width, layers, heads, extra_ffn=extra_ffn, dropout=0.2, correction=correction)
 
@@ -111,7 +111,7 @@ PAPER_MODELS: dict[str, PaperModel] = {
     "wiki-d3-c74": PaperModel(_wiki(3, 74, "add"), "scale", 256),
     "wiki-n3-c74-hffn": PaperModel(_wiki(3, 74, extra_ffn=True), "scale", 256),
     "wiki-d1-c50": PaperModel(_wiki(1, 50, "add"), "k_min", 256),
-    # Pointer chasing: T = 11 levels of a table (16) and a query section (16), the last with one query.
+    # Pointer chasing: T is 11 levels, each with a table (16) and a query section (16; the last has one query).
     **{f"pointer-n{n}-c256": PaperModel(_pointer(n), "pointer", 338) for n in (1, 3, 5, 10, 11, 12)},
     "pointer-d1-c256": PaperModel(_pointer(1, correction="add"), "pointer", 338),
     "pointer-d1-c128": PaperModel(_pointer(1, 128, "add", extra_tokens=10), "pointer (wave)", 338),
@@ -121,12 +121,12 @@ PAPER_MODELS: dict[str, PaperModel] = {
 
 @dataclass(frozen=True)
 class CachePair:
-    """Two models whose cache the paper compares."""
+    """Two models whose cache sizes the paper compares."""
 
     context_ready: str
     transformer: str
     ratio: str
-    """How many times less cache the context-ready model uses, as printed."""
+    """How many times smaller the cache of the context-ready model is, as printed."""
 
 
 CACHE_PAIRS = (

@@ -1,52 +1,84 @@
-"""Recipes: YAML files in the package, each a training run by name. Every setting can be changed on the command line.
+"""Recipes: named training runs, as YAML files in the package. Every setting can be changed on the command line.
 
-A file in `recipes/` is one run. A file in `recipes/paper/` is an experiment with the models it lists (and settings of
-their own, if any), whose shapes come from `PAPER_MODELS`; `main-85m/owt-d5-c1120` names one, and `owt-d5-c1120` alone
-means the first that lists it.
+A file in `recipes/` is one run. A file in `recipes/paper/` is an experiment. It lists models, whose shapes come from
+`PAPER_MODELS`, and settings for all or for single models. `main-85m/owt-d5-c1120` names a model of an experiment;
+`owt-d5-c1120` alone means the first experiment that lists the model.
 """
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from contextready.data.shards import Data
 from contextready.errors import ContextReadyError, nearest
+from contextready.model.config import ModelConfig
 from contextready.model.correction import CORRECTIONS
 from contextready.runs.checkpoint import newest_checkpoint, open_checkpoint
-from contextready.runs.config import RunConfig, build_run, with_new_names
-from contextready.runs.paper_models import PAPER_MODELS
+from contextready.runs.config import (
+    MODEL_KEYS,
+    PRETRAINED_KEYS,
+    PretrainedModelConfig,
+    RunConfig,
+    build_run,
+    with_new_names,
+)
+from contextready.runs.paper_models import OWT_VOCABULARY, PAPER_MODELS, WIKI_VOCABULARY
 from contextready.runs.tasks import TEXT
 from contextready.settings import parse_assignments
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 FIRST = ("main-85m", "main-340m", "efficiency", "k10-fixed", "k10-pretrain", "finetune", "pretrain", "token-matched")
-"""The order in which experiments claim a model named alone; the others follow by name."""
+"""The experiments to search first for a model that is named alone; the others follow in alphabetical order."""
 OF_PASSES = ("passes", "min_passes")
-"""Settings of the training that a stream has no use for."""
+"""Training settings that do not apply to gradient=bptt."""
 OF_CORRECTION = (*OF_PASSES, "gradient")
-"""Settings of the training that a transformer has no use for."""
+"""Training settings that do not apply to a transformer."""
+OF_PRETRAINED = set(PRETRAINED_KEYS) - set(MODEL_KEYS)
+"""Settings that only a pretrained model has."""
+FILES = "FILES"
+"""Stands for the user's own text files in a suggested command."""
+
+
+class Corpus(NamedTuple):
+    """The data that a recipe is designed for."""
+
+    source: str
+    """Name of the corpus in `crt data prepare`."""
+    vocab_size: int
+    options: str = ""
+    """Further options of `crt data prepare`."""
+
+
+CORPORA = {
+    "data/mini": Corpus("default", 4096),
+    "data/owt32k": Corpus("openwebtext", OWT_VOCABULARY),
+    "data/wiki16k": Corpus("wikipedia", WIKI_VOCABULARY),
+    "runs/demo/data": Corpus("default", 1024, " --val-fraction 0.05"),
+}
+"""What the recipes' data folders are prepared from."""
 
 Settings = dict[str, Any]
 
 
 @cache
 def paper_experiments() -> dict[str, Settings]:
-    """The paper's experiments by name, each with its `models`."""
+    """Return the paper's experiments by name, each with its `models`."""
     experiments = {path.stem: _read(path) for path in sorted((FOLDER / "paper").glob("*.yaml"))}
     return {name: experiments[name] for name in (*FIRST, *(name for name in experiments if name not in FIRST))}
 
 
 def recipe_names() -> list[str]:
-    """Every recipe: the small ones, then the paper's as experiment/model."""
+    """Return the names of all recipes: the small ones, then the paper's as experiment/model."""
     small = [path.stem for path in sorted(FOLDER.glob("*.yaml"))]
     return small + [f"{name}/{model}" for name, settings in paper_experiments().items() for model in settings["models"]]
 
 
 def load_recipe(name: str) -> Settings:
-    """The settings of a recipe in the package, or of a YAML file of the user's."""
-    if name.endswith((".yaml", ".yml")):
+    """Return the settings of a recipe in the package, or of the user's own YAML file."""
+    if _is_file(name):
         if not Path(name).is_file():
             raise ContextReadyError(f"There is no recipe file {name}.")
         return {"out": f"runs/{Path(name).stem}"} | _read(Path(name))
@@ -56,8 +88,19 @@ def load_recipe(name: str) -> Settings:
     for candidate, settings in paper_experiments().items():
         if experiment in ("", candidate) and model in settings["models"]:
             return _paper_recipe(candidate, model, settings)
-    known = [*recipe_names(), *(name.rpartition("/")[2] for name in recipe_names())]
-    raise ContextReadyError(f"There is no recipe '{name}'; {nearest(name, known)} (crt train --list shows all.)")
+    if name in paper_experiments():
+        models = [f"{name}/{model}" for model in paper_experiments()[name]["models"]]
+        count = "one model" if len(models) == 1 else f"{len(models)} models"
+        raise ContextReadyError(
+            f"{name} is an experiment with {count}; choose one of them, for example {' or '.join(models[:2])} "
+            "(crt train --list shows all)."
+        )
+    known = dict.fromkeys([*recipe_names(), *(name.rpartition("/")[2] for name in recipe_names())])
+    raise ContextReadyError(f"Unknown recipe '{name}'; {nearest(name, list(known))} Run crt train --list to see all.")
+
+
+def _is_file(recipe: str) -> bool:
+    return recipe.endswith((".yaml", ".yml"))
 
 
 def _paper_recipe(experiment: str, model: str, settings: Settings) -> Settings:
@@ -66,10 +109,10 @@ def _paper_recipe(experiment: str, model: str, settings: Settings) -> Settings:
     if isinstance(models, dict):
         rest |= models[model]
     if shape["correction"] is None:
-        # A transformer makes one pass; the experiment's K and gradient are its context-ready models'.
+        # K and the gradient are meant for the context-ready models of the experiment; a transformer makes one pass.
         rest = {key: value for key, value in rest.items() if key not in OF_CORRECTION}
     if "task" in rest:
-        # The task knows its vocabulary and window, also where its settings are changed.
+        # The task determines the vocabulary and the window, even if its settings are changed.
         del shape["vocab_size"], shape["window"]
     if "init_from" in rest:
         rest["init_from"] = rest["init_from"].format(transformer=model.replace("-d", "-n"))
@@ -77,34 +120,104 @@ def _paper_recipe(experiment: str, model: str, settings: Settings) -> Settings:
 
 
 def resolve(recipe: str, words: Sequence[str]) -> RunConfig:
-    """A recipe and the `key=value` words after it as a checked run; what is left out comes from data and origin."""
-    given = with_new_names(parse_assignments(words))
-    settings = load_recipe(recipe) | given
+    """Turn a recipe and the `key=value` words after it into a checked run.
+
+    A vocabulary size that is not set comes from the data. If that does not exist yet, it is the size that the recipe is
+    designed for, so that a run can be planned without data. Call `check_inputs` before training.
+    """
+    given = _given(words)
+    recipe_settings = load_recipe(recipe)
+    settings = recipe_settings | given
     if given.get("correction", "").lower() == "none":
-        # A recipe's K and gradient are its correction's; without one there is a single pass.
+        # K and the gradient of the recipe are meant for its correction; without one there is a single pass.
         settings = {key: value for key, value in settings.items() if key not in OF_CORRECTION or key in given}
     elif settings.get("gradient") == "bptt":
         for key in OF_PASSES:
-            # A recipe's own are for its unroll; who asks for passes does not want the stream.
+            # Passes in the recipe are meant for gradient=unroll and are ignored; passes given by the user are an error.
             if given.get(key, "none").lower() != "none":
                 raise ContextReadyError(
-                    f"{key}={given[key]} is of parallel passes, and gradient=bptt makes none; set gradient=unroll, or "
-                    f"leave {key} out."
+                    f"{key}={given[key]} does not apply to gradient=bptt, which makes no parallel passes; set "
+                    f"gradient=unroll, or leave {key} out."
                 )
     for key in ("data", "out", "init_from", "pretrained"):
-        # A path written as a number or a date in YAML is still a path.
+        # YAML reads some paths as numbers or dates.
         if settings.get(key) is not None:
             settings[key] = str(settings[key])
     if "correction_init" not in settings and (begins := _correction_init(settings)) is not None:
         settings["correction_init"] = begins
-    known = any(key in settings for key in ("vocab_size", "pretrained")) or settings.get("task", TEXT) != TEXT
-    if not known and "data" in settings:
-        settings["vocab_size"] = Data(Path(settings["data"]), verify=()).vocab_size
+    # A pretrained model and a task have their own vocabulary.
+    of_text = settings.get("task", TEXT) == TEXT and not settings.keys() & OF_PRETRAINED
+    if of_text and "vocab_size" not in settings and "data" in settings:
+        settings["vocab_size"] = _vocab_size(settings["data"], recipe_settings)
     return build_run(settings)
 
 
+def _given(words: Sequence[str]) -> dict[str, str]:
+    return with_new_names(parse_assignments(words))
+
+
+def _vocab_size(folder: str, recipe: Settings) -> int:
+    """Return the vocabulary size of the data, or the one that the recipe is designed for if there is no data yet."""
+    corpus = CORPORA.get(str(recipe.get("data")))
+    if Path(folder).is_dir():
+        return Data(Path(folder), verify=()).vocab_size
+    if corpus is None:
+        raise ContextReadyError(
+            f"There is no prepared data at {folder}, so the vocabulary size is unknown. Prepare the data with "
+            f"crt data prepare {shlex.quote(folder)} {FILES} --vocab-size SIZE, or set vocab_size=SIZE."
+        )
+    return corpus.vocab_size
+
+
+def check_inputs(recipe: str, words: Sequence[str], config: RunConfig, missing_ok: bool = False) -> None:
+    """Raise an error if a resolved run lacks its data or initial weights, or if the data has another vocabulary.
+
+    `words` are the settings that `resolve` was called with. A user who sets `vocab_size` may choose any size that the
+    data fits into.
+    """
+    folder, model, origin = Path(config.train.data), config.model, config.train.init_from
+    begun = newest_checkpoint(Path(config.train.out)) is not None
+    if origin is not None and not (missing_ok or begun or Path(origin).exists()):
+        name = origin.removeprefix("runs/")
+        hint = f" Train it first with: crt train {name}" if name in recipe_names() else ""
+        raise ContextReadyError(f"There is no run or checkpoint at {origin}, which init_from names.{hint}")
+    if config.task is not None:
+        return
+    if not folder.is_dir():
+        if missing_ok:
+            return
+        raise ContextReadyError(
+            f"There is no prepared data at {folder}. Prepare it with: {_prepare_command(recipe, config)}"
+        )
+    if not isinstance(model, ModelConfig):
+        return
+    size = Data(folder, verify=()).vocab_size
+    if "vocab_size" in _given(words) or _is_file(recipe):
+        if size > model.vocab_size:
+            raise ContextReadyError(
+                f"vocab_size={model.vocab_size} is too small for {folder}, which has a vocabulary of {size:,}; set it "
+                f"to {size} or more."
+            )
+    elif size != model.vocab_size:
+        raise ContextReadyError(
+            f"{folder} has a vocabulary of {size:,}, but the recipe {recipe} is for {model.vocab_size:,}; use data "
+            f"prepared with --vocab-size {model.vocab_size}, or set vocab_size={size}."
+        )
+
+
+def _prepare_command(recipe: str, config: RunConfig) -> str:
+    """Return the command that prepares the data of a run."""
+    folder, model = str(Path(config.train.data)), config.model
+    command = f"crt data prepare {shlex.quote(folder)}"
+    if isinstance(model, PretrainedModelConfig):
+        return f"{command} {FILES} --tokenizer {shlex.quote(model.pretrained)}"
+    corpus = CORPORA.get(folder) if folder == load_recipe(recipe).get("data") else None
+    source, options = (FILES, "") if corpus is None else (corpus.source, corpus.options)
+    return f"{command} {source} --vocab-size {model.vocab_size}{options}"
+
+
 def _correction_init(settings: Settings) -> str | None:
-    """How a correction begins where nothing is said: as in the run that goes on, or at zero on top of a transformer."""
+    """Return how an unset correction_init begins: as in a run to resume, or at zero on top of a trained transformer."""
     begun = newest_checkpoint(Path(settings["out"]))
     if begun is not None:
         return open_checkpoint(begun, verify=False).model_config.correction_init
@@ -125,7 +238,7 @@ def _read(path: Path) -> Settings:
     try:
         settings = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ContextReadyError(f"{path} is not YAML: {' '.join(str(error).split())}.") from None
+        raise ContextReadyError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
-        raise ContextReadyError(f"{path} holds no settings; write one key: value a line.")
+        raise ContextReadyError(f"{path} contains no settings; write one key: value per line.")
     return with_new_names(settings)

@@ -1,7 +1,7 @@
-"""Checkpoints that many processes write and read at once, each its part, in PyTorch's distributed format (DCP).
+"""Sharded checkpoints, which several processes write and read together in PyTorch's distributed format (DCP).
 
-Any number of processes can read what any other number wrote. DCP's own metadata is a pickle, which can run code when it
-is read: go on only with runs of your own, and hand on what `unshard` writes.
+The number of processes may change between writing and reading. The metadata of DCP is a pickle, which can run code when
+it is loaded, so resume only your own runs, and share only the plain checkpoints that `unshard` writes.
 """
 
 import warnings
@@ -18,7 +18,7 @@ METADATA = ".metadata"
 
 
 def save_sharded(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write tensors, of which each process may hold a part; all processes call this."""
+    """Write tensors, of which each process may hold a shard. All processes must call this."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -28,7 +28,7 @@ def save_sharded(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def load_sharded(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill these tensors, whole or parts, with what was saved under their names; all processes call this."""
+    """Load the values saved under these names into the tensors, whole or sharded. All processes must call this."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -37,7 +37,7 @@ def load_sharded(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def describe_saved(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """The names, shapes and types of the tensors in a distributed checkpoint."""
+    """Return the names, shapes and dtypes of the tensors in a sharded checkpoint."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -50,7 +50,7 @@ def describe_saved(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def read_whole(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a distributed checkpoint, complete, in this one process."""
+    """Load all tensors of a sharded checkpoint, complete, in this process."""
     tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in describe_saved(folder).items()}
     load_sharded(folder, tensors)
     return tensors
@@ -62,7 +62,7 @@ def _as_one_sentence(what: str) -> Iterator[None]:
 
     try:
         with warnings.catch_warnings():
-            # One process without a group is as it should be.
+            # A single process needs no process group.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as error:

@@ -1,4 +1,4 @@
-"""Tasks: what a run learns that is not text. Rooms above bring them; here are their settings among a run's."""
+"""Tasks other than language modelling. Higher-level packages provide them; this module handles their settings."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,48 +10,48 @@ from contextready.settings import build_settings
 
 TEXT = "text"
 FIRST_TASK = "pointer"
-"""The task of checkpoints that do not name theirs: there was no other when they were written."""
+"""The task of old checkpoints that do not name one, because it was the only task at the time."""
 SEQUENCES_OF_A_VALIDATION = 500
-"""Fresh sequences of a validation, unless eval_tokens says otherwise."""
+"""Fresh sequences per validation, unless eval_tokens is set."""
 
 
 class Task(Protocol):
-    """A task's settings, a dataclass, and what follows from them for model and training."""
+    """The settings of a task (a dataclass), and what they imply for the model and the training."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     name: ClassVar[str]
     title: ClassVar[str]
-    """What it is called in sentences."""
+    """The name of the task in messages."""
     command: ClassVar[str]
     """The command that trains on it."""
 
     @property
     def vocab_size(self) -> int:
-        """Kinds of tokens."""
+        """Vocabulary size."""
 
     @property
     def length(self) -> int:
-        """T, tokens of a sequence."""
+        """T, the number of tokens per sequence."""
 
     @property
     def window(self) -> int | None:
-        """The attention window it is made for, or none."""
+        """The attention window that the task is designed for, if any."""
 
 
 def task_class(name: str) -> type[Task]:
-    """The settings of a task by its name; the module that provides it has `SETTINGS` and `open_source`."""
+    """Return the settings class of a task. The module that provides the task has `SETTINGS` and `open_source`."""
     settings_class: type[Task] = registry.provider("task", name).SETTINGS
     return settings_class
 
 
 def task_keys() -> list[str]:
-    """Every setting of any task, and `task` itself."""
+    """Return the names of all settings of all tasks, and `task` itself."""
     keys = [field.name for name in registry.names("task") for field in dataclasses.fields(task_class(name))]
     return ["task", *keys]
 
 
 def split_task(settings: Mapping[str, Any]) -> tuple[Task | None, dict[str, Any]]:
-    """Take the task out of the settings of a run, and put in what it decides about model and training."""
+    """Split the task from the settings of a run, and add the settings that it implies for model and training."""
     keys = task_keys()
     rest = {key: value for key, value in settings.items() if key not in keys}
     given = {key: value for key, value in settings.items() if key in keys and key != "task"}
@@ -63,12 +63,14 @@ def split_task(settings: Mapping[str, Any]) -> tuple[Task | None, dict[str, Any]
         if given:
             key = next(iter(given))
             owner = next(c for c in map(task_class, registry.names("task")) if key in c.__dataclass_fields__)
-            raise ContextReadyError(f"{key}={given[key]} is of {owner.title} ({owner.command}); leave {key} out.")
+            raise ContextReadyError(
+                f"{key}={given[key]} is a setting of {owner.title} ({owner.command}); leave {key} out."
+            )
         return None, rest
     cls = task_class(name)
     for key in ("data", "vocab_size", "block_size", "pretrained"):
         if str(rest.get(key, "none")).lower() != "none":
-            raise ContextReadyError(f"{key}={rest[key]} does not go with {cls.title}; leave {key} out.")
+            raise ContextReadyError(f"{key}={rest[key]} cannot be used with {cls.title}; leave {key} out.")
     task = build_settings(cls, given)
     follows = {"data": "", "vocab_size": task.vocab_size, "block_size": task.length}
     watched = {"window": task.window, "eval_tokens": SEQUENCES_OF_A_VALIDATION * task.length}
@@ -76,11 +78,11 @@ def split_task(settings: Mapping[str, Any]) -> tuple[Task | None, dict[str, Any]
 
 
 def task_as_dict(task: Task) -> dict[str, Any]:
-    """Plain values, for JSON."""
+    """Return the task as plain values, for JSON."""
     return {"name": task.name} | dataclasses.asdict(task)
 
 
 def task_from_dict(saved: Mapping[str, Any]) -> Task:
-    """From such plain values."""
+    """Create a task from the values that `task_as_dict` returns."""
     rest = {key: value for key, value in saved.items() if key != "name"}
     return build_settings(task_class(saved.get("name", FIRST_TASK)), rest)

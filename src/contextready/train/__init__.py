@@ -1,4 +1,4 @@
-"""The training loop and what it needs: the objective, schedules, processes, checkpoints written and resumed, plans.
+"""The training loop and what it needs: the objective, schedules, distributed processes, checkpointing and plans.
 
-May import runs and what is under it; not infer or evaluate.
+It may import runs and the packages below it, but not infer or evaluate.
 """

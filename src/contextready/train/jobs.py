@@ -1,4 +1,4 @@
-"""Many runs of `crt`, a few at a time, each in its own process; what is done is not done again."""
+"""Runs many `crt` commands, a few at a time, each in its own process."""
 
 import os
 import subprocess
@@ -15,24 +15,24 @@ from contextready.train.trainer import Interrupts
 LOG = "console.txt"
 POLL_SECONDS = 0.5
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
-"""For glibc: do not give every activation's memory back to the system, to fault it in again at the next step."""
+"""Keeps glibc from returning the memory of activations to the system, only to page it in again at the next step."""
 
 
 class Job(NamedTuple):
-    """One command of `crt` that fills a folder."""
+    """One `crt` command that writes to a folder."""
 
     name: str
     out: Path
     words: tuple[str, ...]
     steps: int
-    """How many it makes at most."""
+    """The largest number of steps that it makes."""
 
 
 class Watcher(Protocol):
-    """What shows the jobs to a person."""
+    """A callback that shows the progress of the jobs."""
 
     def __call__(self, running: Sequence[Job], done: int) -> None:
-        """Called again and again while jobs run."""
+        """Called repeatedly while jobs run; `done` is the number of finished jobs."""
 
 
 @dataclass
@@ -43,9 +43,10 @@ class _Running:
 
 
 def run_jobs(jobs: Sequence[Job], at_once: int, watch: Watcher, ended: Callable[[Job], None]) -> int | None:
-    """Run all jobs; the first signal stops them after their step, and its number is returned.
+    """Run all jobs. The first SIGINT or SIGTERM stops them after their current step, and its number is returned.
 
-    A job that fails stops the others and is told of in one sentence.
+    If a job fails, the others are stopped and its error is raised. Each job may use an equal share of the CPU cores,
+    unless the user has set OMP_NUM_THREADS.
     """
     waiting, threads = list(jobs), max(1, (os.cpu_count() or 1) // at_once)
     running: list[_Running] = []
@@ -72,8 +73,8 @@ def run_jobs(jobs: Sequence[Job], at_once: int, watch: Watcher, ended: Callable[
 def _start(job: Job, threads: int) -> _Running:
     job.out.mkdir(parents=True, exist_ok=True)
     log = (job.out / LOG).open("ab")
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | KEEP_MEMORY
-    # A session of its own: Ctrl-C reaches this process alone, which passes it on once.
+    environment = {"OMP_NUM_THREADS": str(threads)} | KEEP_MEMORY | os.environ
+    # In a session of its own the job does not receive Ctrl-C; this process passes it on once.
     process = subprocess.Popen(
         [sys.executable, "-m", "contextready", *job.words],
         stdin=subprocess.DEVNULL,
@@ -89,5 +90,5 @@ def _finish(one: _Running) -> None:
     one.log.close()
     if one.process.returncode:
         path = one.job.out / LOG
-        lines = path.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-        raise ContextReadyError(f"{one.job.name} failed: {lines[-1]} (All it said: {path})")
+        lines = path.read_text(errors="replace").strip().splitlines() or ["it printed nothing"]
+        raise ContextReadyError(f"{one.job.name} failed: {lines[-1]} (full output: {path})")

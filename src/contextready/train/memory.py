@@ -1,4 +1,4 @@
-"""How much memory a training step needs at its peak, found by going through it with tensors that hold no numbers."""
+"""The peak memory of a training step, measured by running it on fake tensors, which have no storage."""
 
 import weakref
 from dataclasses import replace
@@ -17,9 +17,9 @@ from contextready.train.objective import Objective
 
 
 def step_bytes(config: RunConfig, sequences: int, bf16: bool, gradients_stay: bool) -> int:
-    """The most that a forward and backward of `sequences` sequences hold at one time besides the weights.
+    """Return the peak memory of a forward and backward over `sequences` sequences, without the weights.
 
-    Gradients come into being one by one, unless `gradients_stay` in buffers that are there from the beginning.
+    Gradients are allocated one by one, unless `gradients_stay` in buffers that exist from the start.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -30,9 +30,9 @@ def step_bytes(config: RunConfig, sequences: int, bf16: bool, gradients_stay: bo
     with FakeTensorMode():
         for module in model.modules():
             for name, p in list(module.named_parameters(recurse=False)):
-                # As if on the CPU, so that the same kernels are chosen, but without memory.
+                # On a fake CPU device the same kernels are chosen as on a real one.
                 module.register_parameter(name, nn.Parameter(torch.empty(p.shape, device="cpu")))
-        # Of an adjoint one product is enough: how many there are makes no difference to memory.
+        # One adjoint product is enough, because their number does not change the memory.
         eager = replace(t, compile=False, adjoint_steps=1 if t.gradient == "implicit" else None)
         objective = Objective.for_run(model, eager, lambda: torch.autocast("cpu", torch.bfloat16, enabled=bf16))
         if t.gradient == "bptt":
@@ -48,7 +48,7 @@ def step_bytes(config: RunConfig, sequences: int, bf16: bool, gradients_stay: bo
 
 
 class _Unread(torch.autograd.Function):
-    """In the place of a stream: its buffers, which are there before the first token, and none of its steps."""
+    """Stands in for a stream: allocates its buffers, as the stream does before the first token, but runs no steps."""
 
     @staticmethod
     def forward(ctx: Any, e_BTC: Tensor, stream: DifferentiableStream, *parameters: nn.Parameter) -> Tensor:
@@ -62,7 +62,7 @@ class _Unread(torch.autograd.Function):
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The bytes of all tensors made inside, as they come and go."""
+    """Tracks the bytes of all tensors that are alive among those created inside the context."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The training loss: cross-entropy of the last of K passes, or of the stream."""
+"""The training loss: the cross-entropy after the last of K passes, or of the stream with gradient=bptt."""
 
 from collections import deque
 from collections.abc import Callable
@@ -20,20 +20,20 @@ from contextready.solve.norms import largest_change
 
 
 class Loss(NamedTuple):
-    """What a forward gave."""
+    """The result of a forward."""
 
     mean: Tensor
     """Cross-entropy per token."""
     residual: float | None
-    """The largest change of a position of the first row by the last pass, relative to its norm; none for a stream."""
+    """How much the last pass changed the first row: the largest relative change of a position. None for a stream."""
     adjoint_steps: int = 0
-    """Vector-Jacobian products that an implicit gradient took; known after the backward."""
+    """The number of vector-Jacobian products of an implicit gradient, which is known after the backward."""
 
 
 class Objective(nn.Module):
-    """The loss as one differentiable graph, with passes compiled or recomputed and the gradient cut short if asked for.
+    """The loss as one differentiable graph, in any gradient mode, with compiled or recomputed passes if requested.
 
-    It is a module so that what wraps modules (DDP, FSDP) can wrap it: one forward and one backward a step.
+    It is a module so that DDP and FSDP can wrap it, with one forward and one backward per step.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Objective(nn.Module):
     def for_run(
         cls, model: ContextReady, train: TrainConfig, autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> "Objective":
-        """The loss that these settings of a training ask for."""
+        """Create the objective for these training settings."""
         return cls(
             model,
             compiled=train.compile,
@@ -78,7 +78,7 @@ class Objective(nn.Module):
         )
 
     def forward(self, inputs_BT: Tensor, targets_BT: Tensor, passes: int | None, measure: bool = False) -> Loss:
-        """The loss of K = `passes` (none: of the stream); `measure` also takes the change made by the last pass."""
+        """Compute the loss with K = `passes`, or of the stream if it is None. `measure` also computes the residual."""
         with self.autocast():
             backbone = self.model.backbone
             e_BTC, earlier_BTC = backbone.embed(inputs_BT), None
@@ -91,7 +91,7 @@ class Objective(nn.Module):
             return Loss(mean_cross_entropy(backbone.head(z_BTC), targets_BT), residual)
 
     def _passes(self, model: ContextReady, e_BTC: Tensor, passes: int) -> tuple[Tensor, Tensor | None]:
-        """z of the last of K passes, differentiable as the gradient mode wants, and z of the one before it."""
+        """Return z after the last of K passes, differentiable as the gradient mode requires, and z one pass earlier."""
         through = passes_through(self.gradient, self.truncated_passes, passes)
         if through == passes:
             made = deque(islice(model.passes(e_BTC, recur=self.one_pass), passes), maxlen=2)
@@ -103,8 +103,8 @@ class Objective(nn.Module):
         last, earlier_BTC = made[-1], made[-2].z_BTC if len(made) > 1 else before.z_BTC
         if not implicit:
             return last.z_BTC, earlier_BTC
-        # An adjoint is no better than the point it is taken at: without contraction it grows with every product, so
-        # there are no more of them than there were passes.
+        # The adjoint cannot be more accurate than the point where it is taken, and without contraction it grows with
+        # every product. So the number of products is limited to the number of passes.
         z_BTC = at_fixed_point(last, entered_BTC, self.adjoint_steps, passes, self.adjoint_tolerance, report=self._note)
         return z_BTC, earlier_BTC
 
@@ -120,9 +120,9 @@ class Objective(nn.Module):
         measure: bool = False,
         wrapped: nn.Module | None = None,
     ) -> Loss:
-        """Accumulate `scale` times the gradient of the loss of K = `passes`; the loss comes back without a graph.
+        """Accumulate `scale` times the gradient of the loss with K = `passes`, and return the loss without its graph.
 
-        `wrapped` is what wraps this objective, if anything does.
+        `wrapped` is the DDP or FSDP module around this objective, if there is one.
         """
         self._adjoint_made = 0
         loss: Loss = (wrapped or self)(inputs_BT, targets_BT, passes, measure)
@@ -131,6 +131,6 @@ class Objective(nn.Module):
 
 
 def mean_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Nats per token, in float32 at least."""
+    """Return the cross-entropy in nats per token, computed in at least float32."""
     wide = torch.promote_types(logits_BTV.dtype, torch.float32)
     return F.cross_entropy(logits_BTV.flatten(0, 1).to(wide), targets_BT.flatten())

@@ -1,4 +1,4 @@
-"""What a run will need: memory of each process, and compute. Nothing is allocated."""
+"""The memory per process and the compute that a run will need, without allocating anything."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ MOMENTS_OF_ADAMW = 2
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes of each process at the peak of a step, and the compute of a step."""
+    """The bytes per process at the peak of a step, and the compute per step."""
 
     gpus: int
     precision: str
@@ -24,44 +24,44 @@ class Plan:
     gradients: int
     optimizer: int
     activations: int
-    """What the peak is above the others, at the largest K."""
+    """What the peak, at the largest K, needs in addition to the others."""
     flops_per_step: float
-    """Of all processes together, two for a multiply-accumulate."""
+    """Over all processes together, counting a multiply-accumulate as two."""
 
     @property
     def total(self) -> int:
-        """All of it. What the framework and its kernels need for themselves comes on top."""
+        """The sum, without the memory that the framework and its kernels use themselves."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
     def seconds_per_step(self, tflops: float, utilisation: float) -> float:
-        """The time of a step on GPUs of this peak, of which a part is reached."""
-        if not tflops > 0.0 or not 0.0 < utilisation <= 1.0:
-            raise ContextReadyError(
-                f"{tflops:g} TFLOP/s at a utilisation of {utilisation:g} is no speed; give above 0, and 0 to 1."
-            )
+        """Return the time per step on GPUs with this peak speed, of which the fraction `utilisation` is reached."""
+        if not tflops > 0.0:
+            raise ContextReadyError(f"--tflops must be greater than 0, but got {tflops:g}.")
+        if not 0.0 < utilisation <= 1.0:
+            raise ContextReadyError(f"--utilisation must be greater than 0 and at most 1, but got {utilisation:g}.")
         return self.flops_per_step / (self.gpus * tflops * 1e12 * utilisation)
 
 
 def make_plan(config: RunConfig, gpus: int) -> Plan:
     """Plan a run on this many GPUs (or processes)."""
     if gpus < 1:
-        raise ContextReadyError(f"--gpus {gpus} is too few; give at least 1.")
+        raise ContextReadyError(f"--gpus must be at least 1, but got {gpus}.")
     check_for_team(config, gpus)
     if not isinstance(config.model, ModelConfig):
         raise ContextReadyError(
-            "crt plan is for this package's own models; for a pretrained one crt train --dry-run prints the cost."
+            "crt plan works for native models only; for a pretrained model, crt train … --dry-run prints the cost."
         )
     t, cost = config.train, account(config.model)
-    # Where "auto" is bf16 depends on the hardware; a GPU that trains at scale has it.
+    # Whether "auto" means bf16 depends on the hardware. A GPU that is used at scale supports it.
     bf16 = t.precision in ("auto", "bf16") and t.gradient != "bptt"
     whole, sharded = FP32 * cost.parameters, gpus > 1 and t.parallel == "fsdp"
     part = whole // gpus if sharded else whole
     gradients_stay = t.accumulate > 1 or (gpus > 1 and not sharded)
-    # A sharded model is whole while a step uses it, beside the part that stays.
+    # During a step, a sharded model is gathered in full, in addition to its shard.
     weights = whole + part if sharded else whole
     peak = weights + step_bytes(config, t.batch_size // gpus, bf16, gradients_stay)
     if sharded:
-        # When gradients are shared out, the whole weights are gone, and all gradients are there twice and once a part.
+        # When gradients are reduced, the full weights are gone, and there are two full gradients and a shard.
         peak = max(peak, part + 2 * whole + part)
     return Plan(
         gpus=gpus,

@@ -1,7 +1,7 @@
-"""Saving a run and going on with it: weights, moments and generators into a checkpoint and back, by all processes.
+"""Saving and restoring a run: weights, optimizer moments and random number generators, in all processes together.
 
-AdamW's moments are named by hand. `torch.distributed.checkpoint.state_dict` would name them too, but it also stores
-settings that the run's configuration has already, under names that older checkpoints do not have.
+The moments of AdamW are named here. `torch.distributed.checkpoint.state_dict` could name them, but it would also store
+settings that are already in the run's configuration, under names that older checkpoints do not have.
 """
 
 import random
@@ -42,7 +42,7 @@ def save_checkpoint(
     team: Team,
     tokenizer_folder: Path | None,
 ) -> Path:
-    """Write the checkpoint of this step, then delete the ones no longer kept. All processes call this."""
+    """Write the checkpoint of this step, then delete old ones. All processes must call this."""
     run = Path(config.train.out)
     folder = step_folder(run, progress.step)
     generators = _torch_generators(team)
@@ -53,7 +53,7 @@ def save_checkpoint(
         moments = _moments(named, optimizer)
         sharded = config.train.parallel == "fsdp"
         with staged_folder(folder) if team.is_first else nullcontext(partial_name(folder)) as staging:
-            team.wait()  # The first process has made the folder.
+            team.wait()  # until the first process has created the folder
             if sharded:
                 save_sharded(staging, {f"model/{name}": tensor for name, tensor in weights.items()} | moments)
             if team.is_first:
@@ -68,7 +68,7 @@ def save_checkpoint(
 
 
 def restore(checkpoint: Checkpoint, model: ContextReady, optimizer: torch.optim.Optimizer, team: Team) -> Progress:
-    """Put weights, moments and generators back as they were; returns where the run stood. All processes call this."""
+    """Restore weights, moments and generators, and return the progress of the run. All processes must call this."""
     named = named_weights(model)
     if checkpoint.sharded:
         saved = describe_saved(checkpoint.folder)
@@ -88,8 +88,8 @@ def restore(checkpoint: Checkpoint, model: ContextReady, optimizer: torch.optim.
 
 
 def _empty_moments(named: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, saved: set[str]) -> None:
-    """Places for the moments that were saved, as AdamW makes them at its first step."""
-    # AdamW keeps its count on the CPU unless fused on an accelerator, where it lies beside the weights.
+    """Allocate the saved moments, as AdamW does at its first step."""
+    # AdamW keeps its step count on the CPU, or on the device of the weights if it is fused.
     on_device = any(group.get("fused") for group in optimizer.param_groups)
     for name, p in named.items():
         if f"step/{name}" in saved:
@@ -109,7 +109,7 @@ def _moments(named: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -
 
 
 def _torch_generators(team: Team) -> dict[str, Tensor]:
-    """The states of all processes' generators; the first one's have no number in their names."""
+    """Return the states of the generators of all processes. The names of the first process have no number."""
     mine = {"cpu": torch.get_rng_state()}
     if team.device.type != "cpu":
         mine["device"] = torch.get_device_module(team.device).get_rng_state()
@@ -122,7 +122,7 @@ def _restore_generators(checkpoint: Checkpoint, team: Team) -> None:
     if f"cpu{number}" in states:
         torch.set_rng_state(states[f"cpu{number}"])
     else:
-        # This process was not there when the run was saved, so it draws masks of its own from here on.
+        # The run was saved with fewer processes, so this one draws its own dropout masks from here on.
         team.seed(checkpoint.config["train"]["seed"] + checkpoint.progress.step)
     if team.device.type != "cpu" and f"device{number}" in states:
         torch.get_device_module(team.device).set_rng_state(states[f"device{number}"])

@@ -1,4 +1,4 @@
-"""Learning rate and unroll depth as functions of the step, so that a resumed run repeats them exactly."""
+"""The learning rate and K as functions of the step, so that a resumed run repeats them exactly."""
 
 from math import cos, pi
 
@@ -10,7 +10,7 @@ DEPTH_SEED = 0x4B
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:
-    """The rate of update `step`, counted from 0: linear warm-up, then constant or cosine."""
+    """Return the learning rate of `step`, counted from 0: linear warmup, then constant or cosine."""
     if step < train.warmup:
         return train.lr * (step + 1) / train.warmup
     if train.schedule == "constant":
@@ -20,7 +20,7 @@ def learning_rate(train: TrainConfig, step: int) -> float:
 
 
 def passes_of_step(train: TrainConfig, step: int) -> int | None:
-    """K of update `step`: fixed, or uniform from min_passes to K, drawn from the seed and the step alone."""
+    """Return K of `step`: fixed, or drawn uniformly from min_passes to passes, depending only on seed and step."""
     if train.passes is None:
         return None
     if train.min_passes is None:

@@ -1,4 +1,4 @@
-"""What a run learns from and is measured on: prepared text, or a task that a room above provides."""
+"""The training and validation sequences of a run: prepared text, or a task that a higher-level package provides."""
 
 from collections.abc import Sequence
 from math import exp
@@ -21,36 +21,36 @@ from contextready.train.team import Team
 
 
 class Source(Protocol):
-    """Sequences to learn from, by number, and a validation that processes share."""
+    """Training sequences by their number, and a validation that is split over the processes."""
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """The name of the source in messages."""
 
     @property
     def identity(self) -> str:
-        """What tells it apart from any other."""
+        """A text that identifies the source."""
 
     @property
     def folder(self) -> Path | None:
-        """Where its tokenizer is, if it has one."""
+        """The folder with its tokenizer, if it has one."""
 
     @property
     def tokenizer_sha256(self) -> str | None:
-        """Which tokenizer that is."""
+        """The hash of that tokenizer."""
 
     def read(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of the `count` sequences after the first `first` of the whole run."""
+        """Return inputs and targets of `count` sequences of the run, starting with number `first`."""
 
     def score(self, model: ContextReady, step: int, share: tuple[int, int], thorough: bool) -> Any:
-        """This process's share (i of n) of the validation after a step; `thorough` where it is to be the last."""
+        """Score this process's share (i of n) of the validation after a step; the last validation is `thorough`."""
 
     def summary(self, shares: Sequence[Any]) -> Record:
-        """What all shares together say: `val_loss` and more; `solved` where there is nothing left to learn."""
+        """Combine all shares into a record with `val_loss` and, if the task can be solved, `solved`."""
 
 
 def open_source(config: RunConfig, team: Team) -> Source:
-    """What this run learns from, checked. All processes call this."""
+    """Open and check the sequences that this run learns from. All processes must call this."""
     if config.task is not None:
         source: Source = registry.provider("task", config.task.name).open_source(config)
         return source
@@ -69,8 +69,8 @@ class TextSource:
         check_tokenizer(config.model, self.data.tokenizer_sha256, self.data.folder)
         if isinstance(config.model, ModelConfig) and self.data.vocab_size > config.model.vocab_size:
             raise ContextReadyError(
-                f"The data {t.data} has {self.data.vocab_size:,} kinds of tokens, more than "
-                f"vocab_size={config.model.vocab_size}; raise it or use the data's own by leaving it out."
+                f"vocab_size={config.model.vocab_size} is too small for {t.data}, which has a vocabulary of "
+                f"{self.data.vocab_size:,}; set it to {self.data.vocab_size} or more."
             )
         self.name, self.identity = str(self.data.folder), self.data.identity
         self.folder, self.tokenizer_sha256 = self.data.folder, self.data.tokenizer_sha256
@@ -78,11 +78,11 @@ class TextSource:
         self.validation = Sequences(self.data.tokens("val"), t.block_size, "validation")
 
     def read(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """The next sequences of the shuffled text."""
+        """Return the next sequences of the shuffled text."""
         return self.batches.read(first, count)
 
     def score(self, model: ContextReady, step: int, share: tuple[int, int], thorough: bool) -> Score:
-        """Validation sequences at K passes, or streamed if training is; the same ones every time."""
+        """Score the same validation sequences every time, with K passes, or token by token with gradient=bptt."""
         t = self.train
         count = None if t.eval_tokens is None else max(1, t.eval_tokens // t.block_size)
         if t.passes is None:
@@ -90,7 +90,7 @@ class TextSource:
         return parallel_scores(model, self.validation, [t.passes], count, share=share)[t.passes]
 
     def summary(self, shares: Sequence[Score]) -> Record:
-        """Loss and perplexity."""
+        """Return the loss and the perplexity."""
         score = Score.interleaved(shares)
         return {
             "val_loss": score.loss,

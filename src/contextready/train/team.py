@@ -1,4 +1,4 @@
-"""The processes of a run: one, or as many as torchrun started."""
+"""The processes that train a run: a single one, or those that torchrun started."""
 
 import os
 import socket
@@ -15,36 +15,36 @@ from torch import Tensor, nn
 from contextready.device import find_device
 from contextready.errors import ContextReadyError
 
-MEETING_PLACE = "contextready/meeting-place"
-MEETING_SECONDS = 300
+RENDEZVOUS_KEY = "contextready/rendezvous"
+RENDEZVOUS_SECONDS = 300
 
 
 class Team:
-    """Who takes part, on which device, and the few things they say to each other."""
+    """This process among all processes of a run, its device, and how the processes communicate."""
 
     def __init__(self, device: torch.device, rank: int = 0, size: int = 1) -> None:
         self.device, self.rank, self.size = device, rank, size
 
     @property
     def is_first(self) -> bool:
-        """Whether this process speaks for all: it writes, logs and shows."""
+        """Whether this is the first process, which writes files, logs and shows progress."""
         return self.rank == 0
 
     def seed(self, seed: int) -> None:
-        """Seed the generators, each process's differently: dropout masks are its own."""
+        """Seed the generators, differently in each process, so that dropout masks differ."""
         torch.manual_seed((seed + 1_000_003 * self.rank) % 2**63)
 
     def sum(self, *values: float) -> list[float]:
-        """Each value summed over all processes."""
+        """Sum each value over all processes."""
         if self.size == 1:
             return list(values)
-        # Apple's GPUs have no float64, and they cannot be in a team either.
+        # Apple GPUs do not support float64, but they cannot be part of a team either.
         sums = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(sums)
         return [float(value) for value in sums]
 
     def gather(self, value: Any) -> list[Any]:
-        """This value of every process, in the order of their ranks."""
+        """Collect this value from every process, in the order of their ranks."""
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
@@ -52,12 +52,12 @@ class Team:
         return gathered
 
     def wait(self) -> None:
-        """Until all are here."""
+        """Wait until all processes have reached this point."""
         if self.size > 1:
             dist.barrier()
 
     def let_first(self, do: Callable[[], object]) -> None:
-        """Have the first process do something; if it refuses, all do."""
+        """Call a function in the first process. If it raises a ContextReadyError, all processes raise it."""
         refusal = None
         if self.is_first:
             try:
@@ -69,7 +69,7 @@ class Team:
             raise refusal or ContextReadyError(reasons[0])
 
     def check_same(self, config: dict[str, Any]) -> None:
-        """Refuse processes that were started with different settings."""
+        """Raise an error if the processes were started with different settings."""
         first, *others = self.gather(config)
         for rank, other in enumerate(others, 1):
             for part, settings in first.items():
@@ -81,7 +81,7 @@ class Team:
                         )
 
     def wrap(self, objective: nn.Module, parallel: str) -> nn.Module:
-        """Let the gradients of all processes be averaged: with a copy of the model in each (ddp), or a part (fsdp)."""
+        """Wrap the objective to average the gradients, with the whole model (ddp) or a shard (fsdp) per process."""
         if self.size == 1:
             return objective
         if parallel == "ddp":
@@ -90,26 +90,26 @@ class Team:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        # One group of all weights: every pass uses them again, so they are gathered once a step and not once a pass.
+        # All weights form one group. Every pass uses them, so they are gathered once per step and not once per pass.
         fully_shard(objective, mesh=init_device_mesh(self.device.type, (self.size,)))
         return objective
 
     @contextmanager
     def synchronising(self, wrapped: nn.Module, now: bool) -> Iterator[None]:
-        """Average the gradients of this backward, or leave that to the last one of a step."""
+        """Average the gradients in this backward, or leave that to the last backward of the step."""
         if isinstance(wrapped, nn.parallel.DistributedDataParallel) and not now:
             with wrapped.no_sync():
                 yield
             return
         if is_sharded(wrapped):
             wrapped.set_requires_gradient_sync(now)  # type: ignore[operator]
-            # The next part of the step needs the whole weights again.
+            # The next part of the step needs the full weights again.
             wrapped.set_reshard_after_backward(now)  # type: ignore[operator]
         yield
 
     @contextmanager
     def whole(self, wrapped: nn.Module) -> Iterator[None]:
-        """Have all weights here for a while, to use the model outside of a step."""
+        """Gather the full weights for a while, to use the model outside of a step."""
         if not is_sharded(wrapped):
             yield
             return
@@ -121,50 +121,50 @@ class Team:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` has cut up this module's weights."""
+    """Whether `fully_shard` has sharded the weights of this module."""
     return hasattr(module, "set_requires_gradient_sync")
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """A tensor of which each process may hold a part, complete."""
+    """Return the full tensor, of which each process may hold a shard."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor."""
+    """Return the shard of a tensor that this process holds."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 @contextmanager
 def joined(device_name: str) -> Iterator[Team]:
-    """The team of this process: what torchrun started, or itself alone."""
+    """Join the processes that torchrun started, or form a team of one."""
     device = find_device(device_name)
     if not dist.is_available() or not dist.is_torchelastic_launched():
         yield Team(device)
         return
     if device.type == "mps":
-        raise ContextReadyError("device=mps works in one process only; set device=cpu, or start without torchrun.")
+        raise ContextReadyError("device=mps works in a single process only; set device=cpu, or start without torchrun.")
     if device.type == "cuda":
         local = int(os.environ["LOCAL_RANK"])
         if local >= torch.cuda.device_count():
             raise ContextReadyError(
-                f"torchrun started more processes than there are GPUs here ({torch.cuda.device_count()}); lower "
+                f"torchrun started more processes than this machine has GPUs ({torch.cuda.device_count()}); lower "
                 "--nproc-per-node."
             )
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **_meeting_place())
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **_rendezvous())
     try:
         yield Team(device, dist.get_rank(), dist.get_world_size())
     finally:
         dist.destroy_process_group()
 
 
-def _meeting_place() -> dict[str, Any]:
-    """Where the processes of this start find each other, if torchrun keeps its own place open over restarts.
+def _rendezvous() -> dict[str, Any]:
+    """Return the store through which the processes find each other, if torchrun keeps its own store over restarts.
 
-    In that one the addresses of processes that died still stand, and a new start would wait for them. So the first
-    process opens a place of its own each time and leaves its address there; the others try until they get in.
+    torchrun's store still holds the addresses of processes that died, and a restart would wait for them. So the first
+    process opens a new store at each start and leaves its address in torchrun's; the others try until they can connect.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
@@ -173,21 +173,23 @@ def _meeting_place() -> dict[str, Any]:
     if rank == 0:
         store = _store("0.0.0.0", 0, is_master=True)
         host = "127.0.0.1" if int(os.environ["LOCAL_WORLD_SIZE"]) == size else socket.getfqdn()
-        agents.set(MEETING_PLACE, f"{host} {store.port}")
+        agents.set(RENDEZVOUS_KEY, f"{host} {store.port}")
         return {"store": store, "rank": rank, "world_size": size}
-    deadline = time.monotonic() + MEETING_SECONDS
+    deadline = time.monotonic() + RENDEZVOUS_SECONDS
     while True:
-        host, port = agents.get(MEETING_PLACE).decode().split()
+        host, port = agents.get(RENDEZVOUS_KEY).decode().split()
         try:
             return {"store": _store(host, int(port)), "rank": rank, "world_size": size}
         except (RuntimeError, ValueError):
             if time.monotonic() > deadline:
-                raise ContextReadyError(f"Process {rank} cannot reach process 0 at {host}, port {port}.") from None
+                raise ContextReadyError(
+                    f"Process {rank} could not connect to process 0 at {host}, port {port}."
+                ) from None
             time.sleep(0.2)
 
 
 def _store(host: str, port: int, is_master: bool = False) -> Any:
-    patience = timedelta(seconds=MEETING_SECONDS if is_master else 10)
+    patience = timedelta(seconds=RENDEZVOUS_SECONDS if is_master else 10)
     return dist.TCPStore(  # type: ignore[attr-defined]
         host, port, is_master=is_master, wait_for_workers=False, timeout=patience
     )

@@ -1,4 +1,4 @@
-"""The training loop: one function that starts, goes on, stops and never loses a step."""
+"""The training loop, which starts or resumes a run and saves it when it is interrupted."""
 
 import signal
 import threading
@@ -32,16 +32,16 @@ from contextready.train.team import Team, joined, local_part, whole_tensor
 
 
 class Display(Protocol):
-    """What shows a run to a person."""
+    """Shows the progress of a run."""
 
     def start(self, config: RunConfig, step: int, note: str) -> None:
-        """The run begins at this step."""
+        """Called when the run starts or resumes at this step."""
 
     def update(self, record: Record) -> None:
-        """A step was made, or a validation."""
+        """Called after each step and after each validation."""
 
     def stop(self) -> None:
-        """The run ends."""
+        """Called when the run ends."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,15 @@ class Result:
     checkpoint: Path
     step: int
     val_loss: float | None
-    """The newest validation since the run was started or went on, if there was one."""
+    """The newest validation loss since the run was started or resumed, if there was a validation."""
     speaks: bool
-    """Whether this process is the one to tell of it."""
+    """Whether this process should print the result."""
     stopped_by: int | None
-    """The signal that asked it to stop before its last step, if one did."""
+    """The signal that interrupted the run, if one did."""
 
 
 def train(config: RunConfig, display: Display | None = None) -> Result:
-    """Train until the last step, from the newest checkpoint of the run if there is one."""
+    """Train until the last step. If the run has checkpoints, it resumes from the newest one."""
     with joined(config.train.device) as team, Interrupts() as interrupts:
         lock = locked(Path(config.train.out) / ".lock", f"training in {config.train.out}")
         with ExitStack() as held:
@@ -69,7 +69,7 @@ def train(config: RunConfig, display: Display | None = None) -> Result:
 
 
 class Trainer:
-    """A run in memory: model, optimizer, data, and where it stands."""
+    """A run in memory: its model, optimizer, data and progress."""
 
     def __init__(self, config: RunConfig, display: Display | None = None, team: Team | None = None) -> None:
         self.team = team or Team(find_device(config.train.device))
@@ -90,18 +90,18 @@ class Trainer:
             load_origin(self.model, config, checkpoints.open_checkpoint(Path(t.init_from)), self.source)
         self.objective = Objective.for_run(self.model, t, self._autocast)
         self.wrapped = self.team.wrap(self.objective, t.parallel)
-        # Only now: what is sharded has other parameters than before.
+        # Created after wrapping, because sharding replaces the parameters.
         self.optimizer = make_optimizer(self.model, config)
         if not self.team.is_first:
             self.team.seed(t.seed)
-        self.progress = self._start() if newest is None else self._go_on(newest)
-        # A run goes on in the precision it began with, even where "auto" would choose another.
+        self.progress = self._start() if newest is None else self._resume(newest)
+        # A resumed run keeps the precision that it began with, even if "auto" would now choose another.
         self.bf16 = self.progress.precision == "bf16"
         if self.team.is_first:
             write_json(self.folder / "config.json", config.as_dict())
 
     def _newest(self) -> Path | None:
-        """The newest checkpoint of this run, the same for every process."""
+        """Return the newest checkpoint of this run, which must be the same for every process."""
         if self.team.is_first:
             self.folder.mkdir(parents=True, exist_ok=True)
             checkpoints.clear_leftovers(self.folder)
@@ -110,23 +110,24 @@ class Trainer:
         if len(set(self.team.gather((newest, self.source.identity)))) > 1:
             raise ContextReadyError(
                 f"The processes see different checkpoints in {self.folder} or different data in {self.source.name}; "
-                "both must be on disks that all of them share."
+                "both must be on a disk that all processes share."
             )
         return newest
 
-    def _go_on(self, newest: Path) -> checkpoints.Progress:
-        """Put everything back as the checkpoint says."""
+    def _resume(self, newest: Path) -> checkpoints.Progress:
+        """Restore everything from the checkpoint."""
         self.team.let_first(lambda: checkpoints.open_checkpoint(newest))
         saved = checkpoints.open_checkpoint(newest, verify=False)
         check_same_run(saved.config, self.config, str(newest))
         if saved.progress.data_identity != self.source.identity:
             raise ContextReadyError(
-                f"{newest} was trained on other data than {self.source.name}; give the same, or another out=."
+                f"{newest} was trained on other data than {self.source.name}; set data= to the original data, or "
+                "choose another out=."
             )
         return restore(saved, self.model, self.optimizer, self.team)
 
     def _start(self) -> checkpoints.Progress:
-        """Step 0."""
+        """Return the progress of a new run."""
         t = self.config.train
         bf16 = t.precision == "bf16" or (
             t.precision == "auto" and t.gradient != "bptt" and multiplies_bf16(self.device)
@@ -138,7 +139,7 @@ class Trainer:
         )
 
     def run(self, interrupts: "Interrupts") -> Result:
-        """Make the steps that are left."""
+        """Make the remaining steps."""
         if self.display is not None:
             self.display.start(self.config, self.progress.step, self._describe())
         try:
@@ -177,7 +178,7 @@ class Trainer:
         return Result(self.folder, saved, p.step, val_loss, self.team.is_first, stopped_by=stopped_by)
 
     def _asked_to_stop(self, interrupts: "Interrupts") -> int | None:
-        """The signal that any process received, so that all stop after the same step."""
+        """Return the signal that any process received, so that all processes stop after the same step."""
         (anyone,) = self.team.sum(float(interrupts.received is not None))
         if not anyone:
             return None
@@ -185,7 +186,7 @@ class Trainer:
         return next(number for number in received if number is not None)
 
     def step(self, last_checkpoint: Path | None = None) -> Record:
-        """One update. A loss or gradient that is not finite stops the run before it touches the weights."""
+        """Make one optimizer step. A loss or gradient that is not finite stops the run before the weights change."""
         t, p = self.config.train, self.progress
         began = time.perf_counter()
         passes, rate = passes_of_step(t, p.step), learning_rate(t, p.step)
@@ -204,12 +205,12 @@ class Trainer:
             losses.append(loss.mean)
             macs += share * self.macs(passes, loss.adjoint_steps)
             residual = loss.residual
-        # Averaged over all processes, as the gradient is: what is not finite in one stops all.
+        # Averaged over all processes, as the gradient is, so that a value that is not finite in one stops them all.
         total, all_macs = self.team.sum(float(torch.stack(losses).mean()) / self.team.size, macs)
         norm = float(whole_tensor(nn.utils.clip_grad_norm_(self.model.parameters(), t.clip)))
         if not isfinite(total) or not isfinite(norm):
-            what = f"the loss is {total}" if not isfinite(total) else f"the gradient's norm is {norm}"
-            raise self._diverged(what, "training stopped before the update", last_checkpoint)
+            what = f"the loss is {total}" if not isfinite(total) else f"the gradient norm is {norm}"
+            raise self._diverged(what, "training stopped before the weights were updated", last_checkpoint)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         p.step += 1
@@ -225,7 +226,7 @@ class Trainer:
         }
 
     def _validate(self, metrics: Metrics | None, thorough: bool = False) -> float:
-        """Score the model in full precision; remembers the best loss, and whether there is nothing left to learn."""
+        """Score the model in full precision, and record the best loss and whether the task is solved."""
         p = self.progress
         self.model.eval()
         with self.team.whole(self.wrapped):
@@ -245,7 +246,7 @@ class Trainer:
         return loss
 
     def _save(self, metrics: Metrics | None, last_checkpoint: Path | None) -> Path:
-        """Write a checkpoint, unless the last update has left the weights not finite."""
+        """Write a checkpoint. It is an error if a weight is no longer finite."""
         good = all(bool(local_part(p).isfinite().all()) for p in self.model.parameters())
         if self.team.sum(float(not good))[0]:
             raise self._diverged("a weight is not finite", "nothing was saved", last_checkpoint)
@@ -256,9 +257,10 @@ class Trainer:
         )
 
     def _diverged(self, what: str, done: str, last_checkpoint: Path | None) -> ContextReadyError:
-        good = "no checkpoint was written yet" if last_checkpoint is None else f"the last good one is {last_checkpoint}"
+        good = "none yet" if last_checkpoint is None else f"{last_checkpoint}"
         return ContextReadyError(
-            f"At step {self.progress.step} {what}: {done} and {good}; try a lower lr, more warmup or precision=fp32."
+            f"At step {self.progress.step:,} {what}, so {done} (last good checkpoint: {good}); try a lower lr, more "
+            "warmup or precision=fp32."
         )
 
     def _standing(self) -> Record:
@@ -279,10 +281,10 @@ class Trainer:
 
 
 class Interrupts:
-    """Turn the first SIGTERM or Ctrl-C into a wish to stop after the step; the second acts at once.
+    """Turns the first SIGTERM or SIGINT (Ctrl-C) into a request to stop after the step; the second acts at once.
 
-    Under torchrun it does not: the first may come twice, once by itself and once passed on by torchrun, which kills
-    whoever takes too long.
+    Under torchrun the second does not act, because the same signal may arrive twice, once directly and once from
+    torchrun. torchrun itself kills processes that take too long.
     """
 
     def __init__(self) -> None:
@@ -310,7 +312,7 @@ class Interrupts:
 
 
 def load_origin(model: ContextReady, config: RunConfig, origin: checkpoints.Checkpoint, source: Source) -> None:
-    """Start from the weights of a checkpoint: the whole model, or its blocks where the origin is a transformer."""
+    """Load the initial weights from a checkpoint: the whole model, or only the blocks if it holds a transformer."""
     for key in ("heads", "window", "rope_base"):
         # These change what the weights mean without changing their shapes.
         theirs, ours = getattr(origin.native_config, key), getattr(config.model, key)
@@ -318,8 +320,8 @@ def load_origin(model: ContextReady, config: RunConfig, origin: checkpoints.Chec
             raise ContextReadyError(f"{origin.folder} was trained with {key}={theirs}, not {ours}; set {key}={theirs}.")
     if origin.progress.tokenizer_sha256 != source.tokenizer_sha256:
         raise ContextReadyError(
-            f"{origin.folder} was trained with another tokenizer than the data {source.name}; prepare the data with "
-            f"crt data prepare --tokenizer {origin.folder}."
+            f"{origin.folder} was trained with another tokenizer than that of {source.name}. Prepare the data with: "
+            f"crt data prepare OUT FILES --tokenizer {origin.folder}"
         )
     target = model.backbone if model.is_recurrent and origin.native_config.correction is None else model
     assert isinstance(target, nn.Module)
@@ -327,7 +329,7 @@ def load_origin(model: ContextReady, config: RunConfig, origin: checkpoints.Chec
 
 
 def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
-    """AdamW, fused; matrices decay, vectors do not."""
+    """Create a fused AdamW optimizer with weight decay for matrices but not for vectors."""
     t = config.train
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.dim() >= 2]
