@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -54,11 +55,13 @@ def test_info_prints_every_figure_of_the_paper(crt):
     for name, figures in expected.items():
         assert all(figure in rows[name] for figure in figures), rows[name]
     assert "(paper: 1.6×)" in out
-    assert "holds 3.2× less" in out
+    assert "The cache of owt-d1-c2048 is 3.2× smaller than that of owt-n6-c1088" in out
+    for column in ("C²", "FLOPs", "exact", "params", "KV bytes"):
+        assert f"{column} = " in out
     assert "M (paper: " not in out
 
 
-def test_info_says_where_a_figure_differs_from_the_paper(monkeypatch):
+def test_info_shows_figures_that_differ_from_the_paper(monkeypatch):
     from dataclasses import replace
 
     from contextready.cli import info
@@ -67,7 +70,7 @@ def test_info_says_where_a_figure_differs_from_the_paper(monkeypatch):
     model = catalog.PAPER_MODELS["owt-d5-c1120"]
     monkeypatch.setitem(catalog.PAPER_MODELS, "owt-d5-c1120", replace(model, flops="122M"))
     entry = catalog.entries(["owt-d5-c1120"])[0]
-    assert info._beside(catalog.millions(entry.paper_macs), entry.paper.flops) == "121M (paper: 122M)"
+    assert info._compare(catalog.millions(entry.paper_macs), entry.paper.flops) == "121M (paper: 122M)"
 
 
 def test_info_of_any_configuration(crt):
@@ -93,7 +96,7 @@ def test_info_in_detail_and_changed(crt):
     code, out, _ = crt("info", "owt-d1-c2048", "correction=concat", "--json")
     (model,) = json.loads(out)["models"]
     assert model["width_squared_coefficient"] == 24
-    assert model["paper"] is None  # changed, so the paper says nothing of it
+    assert model["paper"] is None  # changed, so the paper has no figures for it
 
 
 def test_info_of_several_models_at_one_context_and_dtype(crt):
@@ -108,7 +111,7 @@ def test_info_of_several_models_at_one_context_and_dtype(crt):
         assert figure in one
 
 
-def test_a_reader_that_leaves_is_no_traceback():
+def test_a_reader_that_leaves_causes_no_traceback():
     command = [sys.executable, "-m", "contextready", "info", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
@@ -116,7 +119,7 @@ def test_a_reader_that_leaves_is_no_traceback():
     assert process.returncode == 1
 
 
-def test_an_interrupt_is_no_traceback(crt, monkeypatch):
+def test_an_interrupt_causes_no_traceback(crt, monkeypatch):
     from contextready.cli import info
 
     def interrupted(*_):
@@ -131,13 +134,13 @@ def test_an_interrupt_is_no_traceback(crt, monkeypatch):
     [
         (["info", "owt-d5-c1121"], "did you mean 'owt-d5-c1120'?"),
         (["info", "widht=5"], "did you mean 'width'?"),
-        (["info", "vocab_size=10", "width=6", "layers=1", "heads=2"], "head size 3, which is odd"),
+        (["info", "vocab_size=10", "width=6", "layers=1", "heads=2"], "odd head size of 3"),
         (["info", "owt-d5-c1120", "correction=plus"], "Unknown correction 'plus'"),
         (["info", "owt-d5-c1120", "heads=3"], "not divisible by heads=3"),
-        (["info", "owt-d5-c1120", "--context", "0"], "--context 0"),
-        (["exact", "--tokens", "2"], "--tokens 2"),
+        (["info", "owt-d5-c1120", "--context", "0"], "--context must be at least 1, but got 0"),
+        (["exact", "--tokens", "2"], "--tokens must be at least 8, but got 2"),
         (["exact", "--width", "12"], "--width a multiple of 8"),
-        (["exact", "--seed", "99999999999999999999999"], "--seed from 0"),
+        (["exact", "--seed", "99999999999999999999999"], "--seed between 0 and 2**63 - 1"),
     ],
 )
 def test_bad_input_is_one_sentence_and_code_2(crt, words, message):
@@ -149,7 +152,7 @@ def test_bad_input_is_one_sentence_and_code_2(crt, words, message):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("words", [[], ["sing"], ["info", "--dtype", "int3"]])
+@pytest.mark.parametrize("words", [["sing"], ["info", "--dtype", "int3"]])
 def test_bad_options_exit_with_2(crt, words):
     with pytest.raises(SystemExit) as stop:
         crt(*words)
@@ -177,7 +180,7 @@ def test_help_lists_every_setting(capsys):
     for field in fields(ModelConfig):
         (line,) = [line for line in out.splitlines() if line.startswith(f"  {field.name} ")]
         assert len(line.split()) > 2, line  # with the words of its docstring
-    assert "itself included; none: all" in " ".join(out.split())
+    assert "including itself; none means all" in " ".join(out.split())
 
 
 def test_exact_shows_what_it_measured(crt):
@@ -185,6 +188,34 @@ def test_exact_shows_what_it_measured(crt):
     assert code == 0
     assert "16 of 16" in out
     assert "one function" in out
+    for column in ("change", "error", "exact positions", "L̂"):
+        assert f"{column} = " in out
+
+
+def test_exact_as_json_is_what_it_measured(crt):
+    code, out, _ = crt("exact", "--tokens", "9", "--width", "16", "--seed", "3", "--json")
+    assert code == 0
+    (line,) = out.splitlines()
+    expected = {"layers": 1, "width": 16, "seed": 3} | asdict(run_exact(tokens=9, layers=1, width=16, seed=3))
+    assert json.loads(line, parse_constant=pytest.fail) == expected
+
+
+@pytest.mark.parametrize(
+    ("verb", "texts"),
+    [
+        ("plot", ["(default: tokens)", "(default: curves.png)"]),
+        ("info", ["(default: float32)", "(default: the model's block size, or 1024)"]),
+        ("eval", ["evaluate only the first N validation tokens (default: all)", "(default: 1,2,3,5,10)"]),
+        ("exact", ["(default: 48)", "(default: 64)"]),
+    ],
+)
+def test_help_shows_examples_first_and_defaults(capsys, verb, texts):
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.index("examples: crt") < out.index("options: -h")
+    for text in texts:
+        assert text in out
 
 
 @pytest.mark.parametrize("layers", [1, 3])

@@ -1,4 +1,4 @@
-"""Curves and crossovers."""
+"""Learning curves and crossovers."""
 
 import json
 import xml.etree.ElementTree as ElementTree
@@ -8,7 +8,7 @@ import pytest
 
 from contextready import ContextReadyError
 from contextready.cli.main import main
-from contextready.evaluate.curves import Curve, crossover, crossovers, draw, read_curve, short
+from contextready.evaluate.curves import Curve, _ticks, crossover, crossovers, draw, read_curve, short
 
 
 def curve(name, losses, x=None):
@@ -45,7 +45,7 @@ def test_of_several_crossings_the_last_counts():
     assert (cross.below, cross.x) == ("b", pytest.approx(3.5))
 
 
-def test_only_the_stretch_both_cover_counts():
+def test_only_the_range_that_both_cover_counts():
     long, brief = curve("long", [9.0, 5.0, 1.0], [1, 11, 21]), curve("brief", [8.0, 6.0], [1, 9])
     assert 1 < crossover(long, brief).x < 9
     assert crossover(long, curve("brief", [8.0, 4.0], [1, 6])) is None
@@ -81,14 +81,14 @@ def test_curves_of_runs(runs, axis, scale):
 def test_plot_draws_and_prints_the_crossing(runs, ending, capsys):
     out = runs / f"picture.{ending}"
     assert main(["plot", str(runs / "ready"), str(runs / "plain"), "--out", str(out)]) == 0
-    assert "ready passes plain at 1.50k training tokens, perplexity 90.0" in capsys.readouterr().out
+    assert "ready overtakes plain at 1.50k training tokens, perplexity 90.0" in capsys.readouterr().out
     if ending == "png":
         assert out.read_bytes().startswith(b"\x89PNG")
     else:
         assert ElementTree.fromstring(out.read_text()).tag.endswith("svg")
 
 
-def test_runs_of_one_name_are_told_apart_and_pairs_that_do_not_cross_are_said(runs, capsys):
+def test_runs_with_equal_names_are_told_apart_and_pairs_that_do_not_cross_are_reported(runs, capsys):
     (runs / "more").mkdir()
     (runs / "ready").rename(runs / "more" / "plain")
     with (runs / "plain" / "metrics.jsonl").open("w") as file:
@@ -96,13 +96,14 @@ def test_runs_of_one_name_are_told_apart_and_pairs_that_do_not_cross_are_said(ru
             file.write(json.dumps({"step": i, "tokens": 1000 * i, "val_loss": value}) + "\n")
     assert main(["plot", str(runs / "plain"), str(runs / "more" / "plain"), "--out", str(runs / "x.png")]) == 0
     out = capsys.readouterr().out
-    assert f"{runs / 'more' / 'plain'} and {runs / 'plain'} do not cross; {runs / 'more' / 'plain'} ends below" in out
+    other = f"{runs.name}/plain"
+    assert f"more/plain and {other} do not cross; more/plain ends with the lower perplexity" in out
 
 
 def test_bad_plots_are_one_sentence(runs, capsys):
     for words, message in [
         ([str(runs / "nowhere")], "There is no run at"),
-        ([str(runs / "ready"), "--out", str(runs / "picture.bmp")], "give a name ending in .png"),
+        ([str(runs / "ready"), "--out", str(runs / "picture.bmp")], "choose a file name that ends in .png"),
     ]:
         assert main(["plot", *words]) == 2
         err = capsys.readouterr().err
@@ -110,14 +111,21 @@ def test_bad_plots_are_one_sentence(runs, capsys):
         assert err.count("\n") == 1
     (runs / "short").mkdir()
     (runs / "short" / "metrics.jsonl").write_text('{"step": 0, "tokens": 0, "val_loss": 8.0}\n')
-    with pytest.raises(ContextReadyError, match="less than twice"):
+    with pytest.raises(ContextReadyError, match="fewer than two validations"):
         read_curve(runs / "short")
 
 
 def test_drawing_needs_its_extra(runs, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(ContextReadyError, match=r"contextready\[plot\]"):
+    with pytest.raises(ContextReadyError, match=r"pip install .*matplotlib"):
         draw([curve("a", [1.0, 2.0])], runs / "x.png")
+
+
+def test_narrow_ranges_have_ticks_too():
+    for low, high in ((4.9, 5.2), (4.0, 30.0), (99.0, 101.0), (1.0, 50_000.0)):
+        ticks = _ticks(low, high)
+        assert 3 <= len(ticks) <= 16
+        assert low <= min(ticks) < max(ticks) <= high
 
 
 def test_short_numbers():

@@ -1,5 +1,7 @@
 """`crt eval` on a model that was really trained, for a few steps."""
 
+import csv
+import io
 import json
 
 import numpy as np
@@ -77,8 +79,8 @@ def test_training_mode_comes_back(trained):
 def test_eval_prints_a_table_of_both(trained, capsys):
     assert main(["eval", str(trained / "ready"), str(trained / "plain"), "--device", "cpu"]) == 0
     out = capsys.readouterr().out
-    for row in ("parallel K=1 ", "parallel K=10", "sequential", "bits per byte", "Corr.", "L̂", "tokens"):
-        assert row in out
+    for heading in ("K=1 ", "K=10", "streaming", "bits/byte", "Corr.", "L̂", "tokens in windows of 16"):
+        assert heading in out
 
 
 def test_eval_as_json_is_the_evaluation(trained, capsys):
@@ -94,6 +96,36 @@ def test_eval_as_json_is_the_evaluation(trained, capsys):
     assert record["sequential"]["perplexity"] == pytest.approx(expected.sequential.perplexity)
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out)["evaluations"] == [record]
+
+
+def test_eval_as_csv_has_the_figures_of_the_json(trained, capsys):
+    words = ["eval", str(trained / "ready"), str(trained / "plain"), "--tokens", "64", "--device", "cpu"]
+    assert main([*words, "--json"]) == 0
+    ready, plain = json.loads(capsys.readouterr().out)["evaluations"]
+    assert main([*words, "--csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["model"] for row in rows] == [str(trained / "ready"), str(trained / "plain")]
+    for k in ("1", "2", "3", "5", "10"):
+        assert float(rows[0][f"perplexity_k{k}"]) == ready["parallel"][k]["perplexity"]
+        assert float(rows[0][f"perplexity_k{k}_error"]) == ready["parallel"][k]["perplexity_error"]
+    assert float(rows[0]["perplexity_streaming"]) == ready["sequential"]["perplexity"]
+    assert [float(rows[0][key]) for key in ("correction", "correction_error")] == ready["correction"]
+    assert [float(rows[0][key]) for key in ("streaming_gap", "streaming_gap_error")] == ready["sequential_gap"]
+    assert (float(rows[0]["rate"]), float(rows[0]["norm_rate"])) == (ready["rate"], ready["norm_rate"])
+    assert float(rows[0]["bits_per_byte"]) == ready["sequential"]["bits_per_byte"]
+    assert float(rows[1]["bits_per_byte"]) == plain["parallel"]["1"]["bits_per_byte"]
+    assert (rows[1]["perplexity_streaming"], rows[1]["rate"], rows[1]["tokens"]) == ("", "", "64")
+
+
+def test_eval_as_markdown_is_one_table(trained, capsys):
+    words = ["eval", str(trained / "ready"), str(trained / "plain"), "--passes", "1,5", "--device", "cpu"]
+    assert main([*words, "--markdown"]) == 0
+    heading, rule, ready, plain = capsys.readouterr().out.splitlines()
+    assert heading.startswith("| model | K=1 | K=5 | streaming | Corr. |")
+    assert rule.startswith("| --- | ---: |")
+    assert ready.startswith("| ready | ")
+    assert plain.startswith("| plain | ")
+    assert {line.count("|") for line in (heading, rule, ready, plain)} == {heading.count("|")}
 
 
 def test_best_and_single_checkpoints(trained, capsys):
@@ -124,12 +156,12 @@ def test_bad_requests_are_one_sentence(trained, tmp_path, capsys):
     for words, message in [
         ([ready, "--data", str(tmp_path / "other")], "another tokenizer"),
         ([str(tmp_path / "nothing")], "no run or checkpoint"),
-        ([str(tmp_path / "other")], "of another kind"),
+        ([str(tmp_path / "other")], "is not a run or checkpoint"),
         ([ready, "--passes", "1,x"], "not a list of numbers"),
         ([ready, "--passes", "0"], "at least 1"),
         ([ready, "--block-size", "1000000"], "longer than the validation data"),
-        ([ready, "--tokens", "3"], "less than one sequence"),
-        ([ready, "--device", "toaster"], "not to be had"),
+        ([ready, "--tokens", "3"], "--tokens must be at least 16, the length of one sequence, but got 3"),
+        ([ready, "--device", "toaster"], "is not available"),
     ]:
         assert main(["eval", *words]) == 2, words
         err = capsys.readouterr().err
@@ -138,5 +170,5 @@ def test_bad_requests_are_one_sentence(trained, tmp_path, capsys):
 
 
 def test_no_sequence_no_score(trained):
-    with pytest.raises(ContextReadyError, match="numbers of passes"):
+    with pytest.raises(ContextReadyError, match="but got none"):
         evaluate(open_checkpoint(trained / "ready").model(), Data(trained / "data"), T, passes=[])

@@ -1,5 +1,7 @@
-"""lm-evaluation-harness on small random models: its figures are those of the log-likelihoods, computed by hand."""
+"""lm-evaluation-harness on small random models gives the figures that follow from their log-likelihoods."""
 
+import csv
+import io
 import json
 import math
 import re
@@ -43,7 +45,7 @@ def base(tokenizer):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FAMILIES, "text", ("llama", LLAMA_LIKE | {"vocab_size": VOCABULARY, "eos_token_id": 0}))
         lm = tiny_lm("text", seed=6)
-    # A random model never guesses a word: some are made likely, so that accuracy is neither 0 nor 1.
+    # A random model never guesses a word, so some words are made likely; accuracy is then neither 0 nor 1.
     with torch.no_grad():
         lm.lm_head.weight[sorted({i for place in PLACES for i in tokenizer.encode(f" {place}")})] *= 4
     return lm
@@ -106,7 +108,7 @@ def figures(model, tokenizer, tasks, **settings):
 
 
 def last_log_probs(model, ids, count):
-    """log p of the last `count` of these tokens, and whether each was the likeliest."""
+    """log p of the last `count` of these tokens, and whether each was the most likely one."""
     with torch.no_grad():
         log_p_TV = model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)[-count:]
     targets = torch.tensor(ids[-count:])
@@ -127,7 +129,7 @@ def test_lambada_scores_the_last_word(model, tokenizer, files):
     assert found["perplexity"] == pytest.approx(math.exp(-sum(ll for ll, _ in by_hand) / len(by_hand)))
 
 
-def test_arc_takes_the_likeliest_choice(model, tokenizer, files):
+def test_arc_takes_the_most_likely_choice(model, tokenizer, files):
     found = figures(model, tokenizer, open_tasks([f"arc_easy={files['arc_easy']}"]))
     right, right_by_length = [], []
     for asked, choices, answer in QUESTIONS:
@@ -185,13 +187,13 @@ def test_the_batch_changes_nothing_and_shots_do(ready, tokenizer, files):
     shown = figures(ready, tokenizer, open_tasks(asked, shots=1), limit=2)
     assert shown["perplexity"] != pytest.approx(alone["perplexity"])
     assert shown["bits_per_byte"] == pytest.approx(alone["bits_per_byte"])
-    # Which examples are shown is drawn anew in the same way: models see the same ones.
+    # The examples are drawn in the same way every time, so all models see the same ones.
     assert figures(ready, tokenizer, open_tasks(asked, shots=1), limit=2) == shown
 
 
 @pytest.fixture
 def few_defaults(monkeypatch):
-    """One folder of lm_eval's own tasks: reading all of them takes ten seconds."""
+    """Only one folder of lm_eval's own tasks, because reading all of them takes ten seconds."""
     from lm_eval.tasks import manager
 
     folder = Path(manager.__file__).parent / "lambada"
@@ -234,11 +236,27 @@ def test_models_are_printed_side_by_side(base, ready, tokenizer, files, tmp_path
     assert plain["tasks"][0]["value"] != corrected["tasks"][0]["value"]
     assert main(["eval", *map(str, asked)]) == 0
     out = capsys.readouterr().out
-    for part in ("bits_per_byte ↓", "acc ↑", "documents", f"{plain['tasks'][2]['value']:.2f}"):
+    for part in (
+        "bits_per_byte ↓",
+        "acc ↑",
+        "lambada=lambada.jsonl, 3 documents",
+        f"{plain['tasks'][2]['value']:,.2f}",
+    ):
         assert part in out
+    assert main(["eval", *map(str, asked), "--csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["model"] for row in rows] == [str(tmp_path / "plain"), str(tmp_path / "ready")]
+    for row, found in zip(rows, (plain, corrected), strict=True):
+        for one in found["tasks"]:
+            assert float(row[f"{one['task']} {one['metric']}"]) == one["value"]
+        assert row["lambada=lambada.jsonl documents"] == "3"
+    assert main(["eval", *map(str, asked), "--markdown"]) == 0
+    heading, _, first, second = capsys.readouterr().out.splitlines()
+    assert "| lambada=lambada.jsonl acc ↑ |" in heading
+    assert (first.split()[1], second.split()[1]) == ("plain", "ready")
 
 
-def test_a_perplexity_beyond_numbers_is_said_in_one_sentence(base, tokenizer, tmp_path):
+def test_a_perplexity_that_overflows_is_reported_in_one_sentence(base, tokenizer, tmp_path):
     (tmp_path / "unspaced.txt").write_text("river" * 500)
     with pytest.raises(ContextReadyError, match="too large for a number"):
         figures(base, tokenizer, open_tasks([f"bits={tmp_path / 'unspaced.txt'}"]))
@@ -246,31 +264,37 @@ def test_a_perplexity_beyond_numbers_is_said_in_one_sentence(base, tokenizer, tm
 
 @pytest.mark.usefixtures("few_defaults")
 def test_an_unknown_task_is_told_the_nearest(files):
-    with pytest.raises(ContextReadyError, match=r"knows no task 'lambada_openia'; did you mean 'lambada_openai'\?"):
+    with pytest.raises(
+        ContextReadyError, match=r"Unknown lm_eval task 'lambada_openia'; did you mean 'lambada_openai'\?"
+    ):
         open_tasks([f"lambada={files['lambada']}", "lambada_openia"])
 
 
 @pytest.mark.parametrize(
     ("tasks", "settings", "message"),
     [
-        ([""], {}, "Name the tasks, for example"),
-        (["lambda={lambada}"], {}, "No task 'lambda' can be given a file; did you mean 'lambada'?"),
-        (["lambada=none.jsonl"], {}, "There is no file 'none.jsonl' for the task lambada; write lambada=FILE."),
-        (["lambada={empty}"], {}, "empty.jsonl is empty: the task lambada has nothing to score."),
+        ([""], {}, "--tasks names no task; give for example"),
+        (["lambda={lambada}"], {}, "The task 'lambda' does not take a file; did you mean 'lambada'?"),
+        (
+            ["lambada=none.jsonl"],
+            {},
+            "There is no file 'none.jsonl' for the task lambada; give an existing file as lambada=FILE.",
+        ),
+        (["lambada={empty}"], {}, "empty.jsonl is empty, so the task lambada has nothing to score."),
         (["arc_easy={empty}"], {}, "empty.jsonl is empty"),
-        (["lambada={arc_easy}"], {}, "line 1 has no text under 'text'"),
-        (["arc_easy={lambada}"], {}, "line 1 is not a question of ARC: it wants question, choices with text"),
-        (["arc_easy={wrong}"], {}, "wrong.jsonl, line 2 is not a question of ARC"),
+        (["lambada={arc_easy}"], {}, "has no text under 'text'"),
+        (["arc_easy={lambada}"], {}, "line 1 is not an ARC question; it must have question, choices with text"),
+        (["arc_easy={wrong}"], {}, "wrong.jsonl, line 2 is not an ARC question"),
         (["arc_easy={broken}"], {}, "broken.jsonl, line 1 is not JSON"),
-        (["bits={bits}", "bits={bits}"], {}, "The task bits=bits.jsonl is asked for twice"),
-        (["bits={bits}"], {"include": "{empty}"}, "is not a folder with .yaml files"),
-        (["bits={bits}"], {"limit": 0}, "--limit 0 is impossible; give at least 1."),
-        (["bits={bits}"], {"shots": -1}, "--shots -1 is impossible"),
-        (["bits={bits}"], {"batch_size": 0}, "--batch-size 0 is impossible"),
-        (["bits={bits}"], {"device": "abacus"}, "device=abacus is not to be had here"),
+        (["bits={bits}", "bits={bits}"], {}, "The task bits=bits.jsonl is listed twice"),
+        (["bits={bits}"], {"include": "{empty}"}, "--tasks-path must be a folder with task descriptions (.yaml)"),
+        (["bits={bits}"], {"limit": 0}, "--limit must be at least 1, but got 0."),
+        (["bits={bits}"], {"shots": -1}, "--shots must be at least 0, but got -1."),
+        (["bits={bits}"], {"batch_size": 0}, "--batch-size must be at least 1, but got 0."),
+        (["bits={bits}"], {"device": "abacus"}, "device=abacus is not available"),
     ],
 )
-def test_bad_input_is_said_in_one_sentence(files, tasks, settings, message):
+def test_bad_input_is_reported_in_one_sentence(files, tasks, settings, message):
     folder = files["folder"]
     (folder / "empty.jsonl").write_text("\n")
     (folder / "broken.jsonl").write_text("{")

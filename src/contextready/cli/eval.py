@@ -1,4 +1,4 @@
-"""`crt eval`: models side by side, on validation data or on the tasks of lm-evaluation-harness."""
+"""`crt eval`: compare models on validation data or on tasks from lm-evaluation-harness."""
 
 import argparse
 from collections.abc import Sequence
@@ -7,13 +7,25 @@ from typing import TYPE_CHECKING
 
 from contextready.cli.console import make_console
 from contextready.cli.options import Verbs, parse_numbers, verb
+from contextready.cli.progress import ProgressReport
+from contextready.cli.tables import Figure, Value, as_csv, as_markdown, as_text
 from contextready.errors import ContextReadyError
 from contextready.files import to_json
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from contextready.evaluate.evaluate import Evaluation
     from contextready.evaluate.harness import TaskScore
     from contextready.measure.perplexity import Score
+
+EXAMPLES = """
+crt eval runs/mini-d1 runs/mini-n1-ffn
+crt eval runs/mini-d1 --passes 1,5 --tokens 65536 --csv
+crt eval smollm2 smollm2-crt --tasks lambada=lambada_test.jsonl --limit 500
+"""
+ERRORS = "± = standard error over the validation windows of one trained model, not over seeds."
+MISSING = "– = does not apply to a plain transformer, which makes a single pass and no correction."
 
 
 def add(verbs: Verbs) -> None:
@@ -21,25 +33,42 @@ def add(verbs: Verbs) -> None:
     evaluate = verb(
         verbs,
         "eval",
-        "perplexity by K and sequentially, or tasks of lm-evaluation-harness",
-        "Score runs or checkpoints on their validation data: perplexity and bits per byte after K\n"
-        "parallel passes and streaming, what the correction contributes, and the empirical\n"
-        "contraction rate, with standard errors. With --tasks: on tasks of lm-evaluation-harness.",
-        "examples:\n"
-        "  crt eval runs/mini-d1 runs/mini-n1-ffn\n"
-        "  crt eval runs/mini-d1 --passes 1,5 --tokens 65536 --json\n"
-        "  crt eval smollm2 smollm2-crt --tasks lambada=lambada_test.jsonl --limit 500",
+        "compare perplexity by number of passes and in streaming mode, or scores on tasks",
+        "Evaluate runs, checkpoints or Hugging Face models on validation data: perplexity after K\n"
+        "parallel passes and in streaming mode (one pass per token, as in generation), what the\n"
+        "correction contributes, and how fast the passes converge, with standard errors. With\n"
+        "--tasks, score the models on tasks from lm-evaluation-harness instead.",
+        EXAMPLES,
     )
-    evaluate.add_argument("runs", nargs="+", type=Path, help="folders of runs or checkpoints, or of Hugging Face")
-    evaluate.add_argument("--data", type=Path, help="prepared data (default: what the model was trained on)")
-    evaluate.add_argument("--best", action="store_true", help="of each run the best checkpoint, not the newest")
-    evaluate.add_argument("--passes", default="1,2,3,5,10", help="values of K (default: 1,2,3,5,10)")
-    evaluate.add_argument("--block-size", type=int, help="tokens in a sequence (default: as trained)")
-    evaluate.add_argument("--tokens", type=int, help="only the first of this many tokens (default: all)")
-    evaluate.add_argument("--no-sequential", action="store_true", help="leave streaming out")
-    evaluate.add_argument("--device", default="auto", help="cpu, cuda, mps or auto (default: auto)")
-    evaluate.add_argument("--json", action="store_true", help="print one JSON line instead of a table")
-    _add_task_options(evaluate.add_argument_group("tasks of lm-evaluation-harness"))
+    evaluate.add_argument("runs", nargs="+", type=Path, help="folders of runs, checkpoints or Hugging Face models")
+    evaluate.add_argument(
+        "--data",
+        type=Path,
+        metavar="FOLDER",
+        help="prepared data to evaluate on (default: the data that each model was trained on)",
+    )
+    evaluate.add_argument(
+        "--best", action="store_true", help="evaluate the best checkpoint of each run instead of the newest"
+    )
+    evaluate.add_argument(
+        "--passes", default="1,2,3,5,10", metavar="K,…", help="values of K, the number of parallel passes"
+    )
+    evaluate.add_argument(
+        "--block-size", type=int, metavar="N", help="tokens per validation window (default: as in training)"
+    )
+    evaluate.add_argument(
+        "--tokens", type=int, metavar="N", help="evaluate only the first N validation tokens (default: all)"
+    )
+    evaluate.add_argument("--no-sequential", action="store_true", help="do not evaluate streaming mode")
+    evaluate.add_argument("--device", default="auto", help="cpu, cuda, mps or auto")
+    layout = evaluate.add_mutually_exclusive_group()
+    for name, what in (
+        ("json", "one line of JSON"),
+        ("markdown", "a Markdown table"),
+        ("csv", "CSV with plain numbers; standard errors have their own columns"),
+    ):
+        layout.add_argument(f"--{name}", dest="layout", action="store_const", const=name, help=f"print {what}")
+    _add_task_options(evaluate.add_argument_group("tasks from lm-evaluation-harness"))
     evaluate.set_defaults(run=_run)
 
 
@@ -47,13 +76,17 @@ def _add_task_options(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--tasks",
         metavar="TASK,…",
-        help="score these tasks of lm-evaluation-harness instead, by name (lambada_openai,arc_easy), or on a local "
-        "file: lambada=FILE, arc_easy=FILE, bits=FILE",
+        help="score the models on these tasks, given by name (lambada_openai,arc_easy) or with a local file: "
+        "lambada=FILE, arc_easy=FILE, bits=FILE",
     )
-    parser.add_argument("--tasks-path", type=Path, metavar="FOLDER", help="folder with tasks of your own (YAML)")
-    parser.add_argument("--limit", type=int, help="only the first of this many documents of each task (default: all)")
-    parser.add_argument("--shots", type=int, help="examples before each question (default: the task's)")
-    parser.add_argument("--batch-size", type=int, default=8, help="texts scored at once (default: 8)")
+    parser.add_argument("--tasks-path", type=Path, metavar="FOLDER", help="folder with your own tasks (YAML)")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="score only the first N documents of each task (default: all)"
+    )
+    parser.add_argument(
+        "--shots", type=int, metavar="N", help="examples before each question (default: as the task specifies)"
+    )
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="number of texts scored at once")
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -67,7 +100,7 @@ def _run(options: argparse.Namespace) -> None:
             tokens=options.tokens,
             sequential=not options.no_sequential,
             device=options.device,
-            as_json=options.json,
+            layout=options.layout,
         )
         return
     names = [str(model) for model in options.runs]
@@ -80,14 +113,14 @@ def _run(options: argparse.Namespace) -> None:
         device=options.device,
         shots=options.shots,
     )
-    if options.json:
+    if options.layout == "json":
         records = [
             {"model": name, "tasks": [one.as_record() for one in of_model]}
             for name, of_model in zip(names, scores, strict=True)
         ]
         print(to_json({"evaluations": records}))
     else:
-        print_scores(names, scores)
+        print_scores(names, scores, options.layout)
 
 
 def run_eval(
@@ -100,24 +133,20 @@ def run_eval(
     tokens: int | None = None,
     sequential: bool = True,
     device: str = "auto",
-    as_json: bool = False,
+    layout: str | None = None,
 ) -> None:
-    """Evaluate runs or checkpoints and print them side by side, or as one JSON line."""
-    from rich.progress import Progress
-
+    """Evaluate runs or checkpoints and print them as a table, or in the layout json, markdown or csv."""
     from contextready.device import find_device
     from contextready.evaluate.evaluate import evaluate_checkpoint
     from contextready.runs.checkpoint import data_of, open_trained
 
     where = find_device(device)
     checkpoints = [open_trained(run, best) for run in runs]
-    # Everything is opened before anything is computed: a wrong folder is told at once.
+    # Everything is opened before anything is computed, so that a wrong folder is reported at once.
     all_data = [data_of(checkpoint, data_folder) for checkpoint in checkpoints]
-    console = make_console(stderr=True)
     evaluations = []
-    for run, checkpoint, data in zip(runs, checkpoints, all_data, strict=True):
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task(str(run), total=None)
+    with ProgressReport("tokens") as report:
+        for run, checkpoint, data in zip(runs, checkpoints, all_data, strict=True):
             evaluations.append(
                 evaluate_checkpoint(
                     checkpoint,
@@ -127,54 +156,122 @@ def run_eval(
                     passes=passes,
                     sequential=sequential,
                     tokens=tokens,
-                    advance=lambda done, of, bar=bar, task=task: bar.update(task, total=of, advance=done),
+                    advance=lambda done, total, run=run: report.advance(str(run), total, done),
                 )
             )
-    if as_json:
+    if layout == "json":
         records = [
             {"run": str(run), "checkpoint": checkpoint.folder.name, "data": str(data.folder)} | one.as_record()
             for run, checkpoint, data, one in zip(runs, checkpoints, all_data, evaluations, strict=True)
         ]
         print(to_json({"evaluations": records}))
     else:
-        print_evaluation([str(run) for run in runs], evaluations)
+        print_evaluation([str(run) for run in runs], evaluations, layout)
 
 
-def print_evaluation(names: Sequence[str], evaluations: "Sequence[Evaluation]") -> None:
-    """A column for each model: the paper's depth progression, with standard errors."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE)
-    table.add_column("perplexity (bits per byte)", no_wrap=True)
-    for name in names:
-        table.add_column(Text(name), justify="right", overflow="fold")
-
-    def add_row(label: str, cells: Sequence[str]) -> None:
-        if any(cells):
-            table.add_row(label, *cells)
-
-    for k in sorted({k for one in evaluations for k in one.parallel}):
-        add_row(f"parallel K={k}", [_score(one, one.parallel.get(k)) for one in evaluations])
-    add_row("sequential", [_score(one, one.sequential) for one in evaluations])
-    add_row("Corr.: K=1 less K=5", [_gap(one.correction, 2) for one in evaluations])
-    add_row("sequential less largest K", [_gap(one.sequential_gap, 4) for one in evaluations])
-    add_row("L̂, any position", ["" if one.rate is None else f"{one.rate:.2f}" for one in evaluations])
-    add_row("L̂, largest changes", ["" if one.norm_rate is None else f"{one.norm_rate:.2f}" for one in evaluations])
-    add_row("tokens", [f"{one.tokens:,}" for one in evaluations])
-    make_console(tables=True).print(table)
+def print_evaluation(names: Sequence[str], evaluations: "Sequence[Evaluation]", layout: str | None = None) -> None:
+    """Print one row per model and what the columns mean; in the layouts markdown and csv, only the table."""
+    figures = _figures(evaluations)
+    if layout is not None:
+        _print_layout(names, figures, layout)
+        return
+    console = make_console(tables=True)
+    extents = {(one.tokens, one.block_size) for one in evaluations}
+    if len(extents) == 1:
+        tokens, block_size = extents.pop()
+        console.print(f"Validation perplexity on {tokens:,} tokens in windows of {block_size:,}\n")
+        figures = [figure for figure in figures if figure.key != "tokens"]
+    else:
+        console.print("Validation perplexity\n")
+    _print_text(names, figures, console)
+    meanings = [figure.meaning for figure in figures if figure.meaning]
+    if any(figure.has_errors for figure in figures):
+        meanings.append(ERRORS)
+    if any(one.rate is None for one in evaluations) and any(one.rate is not None for one in evaluations):
+        meanings.append(MISSING)
+    for meaning in dict.fromkeys(meanings):
+        console.print(meaning)
 
 
-def _score(one: "Evaluation", score: "Score | None") -> str:
-    if score is None:
-        return ""
-    bits = "" if one.bytes_per_token is None else f" ({score.bits_per_byte(one.bytes_per_token)[0]:.4f})"
-    return f"{score.perplexity:.2f} ± {score.perplexity_error:.2f}{bits}"
+def _figures(evaluations: "Sequence[Evaluation]") -> list[Figure]:
+    """All figures of these evaluations, except those that none of them has."""
+    passes = sorted({k for one in evaluations for k in one.parallel})
+
+    def perplexity(score: "Score | None") -> Value:
+        return None if score is None else (score.perplexity, score.perplexity_error)
+
+    def bits(one: "Evaluation") -> Value:
+        score = one.sequential or one.parallel[max(one.parallel)]
+        return None if one.bytes_per_token is None else score.bits_per_byte(one.bytes_per_token)
+
+    def alone(number: float | None) -> Value:
+        return None if number is None else (number, None)
+
+    figures = [
+        *(
+            Figure(
+                f"K={k}",
+                f"perplexity_k{k}",
+                [perplexity(one.parallel.get(k)) for one in evaluations],
+                meaning="K=n = perplexity after n parallel passes; at K=1 there is no correction.",
+            )
+            for k in passes
+        ),
+        Figure(
+            "streaming",
+            "perplexity_streaming",
+            [perplexity(one.sequential) for one in evaluations],
+            meaning="streaming = perplexity with one pass per token, as in generation.",
+        ),
+        Figure(
+            "Corr.",
+            "correction",
+            [one.correction for one in evaluations],
+            meaning="Corr. = perplexity at K=1 minus perplexity at K=5: what the correction contributes.",
+        ),
+        Figure(
+            f"streaming − K={passes[-1]}",
+            "streaming_gap",
+            [one.sequential_gap for one in evaluations],
+            digits=4,
+            meaning=f"streaming − K={passes[-1]} = difference of the two perplexities; near 0 if the passes have "
+            "converged.",
+        ),
+        Figure(
+            "L̂",
+            "rate",
+            [alone(one.rate) for one in evaluations],
+            meaning="L̂ = contraction rate: the factor by which each extra pass shrinks the remaining change of the "
+            "correction, at the worst position; below 1, the passes converge.",
+        ),
+        Figure(
+            "L̂ (norm)",
+            "norm_rate",
+            [alone(one.norm_rate) for one in evaluations],
+            meaning="L̂ (norm) = the same rate for the largest change over all positions: never above L̂, and steadier.",
+        ),
+        Figure(
+            "bits/byte",
+            "bits_per_byte",
+            [bits(one) for one in evaluations],
+            digits=4,
+            meaning="bits/byte = loss in bits per byte of text, streaming if evaluated, otherwise at the largest K.",
+        ),
+        Figure("tokens", "tokens", [alone(one.tokens) for one in evaluations], digits=0),
+    ]
+    return [figure for figure in figures if any(value is not None for value in figure.values)]
 
 
-def _gap(gap: tuple[float, float] | None, digits: int) -> str:
-    return "" if gap is None else f"{gap[0]:.{digits}f} ± {gap[1]:.{digits}f}"
+def _print_text(names: Sequence[str], figures: Sequence[Figure], console: "Console") -> None:
+    from contextready.evaluate.names import short_names
+
+    console.print(as_text(short_names(names), figures, console.width), "", sep="\n", soft_wrap=True)
+
+
+def _print_layout(names: Sequence[str], figures: Sequence[Figure], layout: str) -> None:
+    from contextready.evaluate.names import short_names
+
+    print(as_csv(names, figures) if layout == "csv" else as_markdown(short_names(names), figures))
 
 
 def score_tasks(
@@ -187,13 +284,13 @@ def score_tasks(
     device: str = "auto",
     shots: int | None = None,
 ) -> "list[list[TaskScore]]":
-    """Score each model on tasks of lm-evaluation-harness, all of which are opened before the first model is."""
+    """Score each model on tasks from lm-evaluation-harness; all tasks are opened before the first model."""
     from contextready.device import find_device
     from contextready.evaluate.harness import open_tasks, score
 
     for name, value, least in (("limit", limit, 1), ("batch-size", batch_size, 1), ("shots", shots, 0)):
         if value is not None and value < least:
-            raise ContextReadyError(f"--{name} {value} is impossible; give at least {least}.")
+            raise ContextReadyError(f"--{name} must be at least {least}, but got {value}.")
     opened = open_tasks(tasks, include, shots)
     where = str(find_device(device))
     from contextready.hf.load import load_model
@@ -201,27 +298,34 @@ def score_tasks(
     return [score(*load_model(model, device=where), opened, limit=limit, batch_size=batch_size) for model in models]
 
 
-def print_scores(names: Sequence[str], scores: "Sequence[Sequence[TaskScore]]") -> None:
-    """A row for each metric of each task, a column for each model, with standard errors."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+def print_scores(names: Sequence[str], scores: "Sequence[Sequence[TaskScore]]", layout: str | None = None) -> None:
+    """Print one table per task, with one row per model; in the layouts markdown and csv, one table in all."""
+    by_task: dict[str, list[Sequence[TaskScore]]] = {}
+    for same in zip(*scores, strict=True):
+        by_task.setdefault(same[0].task, []).append(same)
+    console, figures = make_console(tables=True), list[Figure]()
+    for task, metrics in by_task.items():
+        documents = metrics[0][0].documents
+        columns = [_metric(task, same, heading="" if layout is None else f"{task} ") for same in metrics]
+        if layout is None:
+            console.print(task if documents is None else f"{task}, {documents:,} documents", end="\n\n")
+            _print_text(names, columns, console)
+        figures += columns
+        if documents is not None:
+            count = [(documents, None)] * len(names)
+            figures.append(Figure(f"{task} documents", f"{task} documents", count, digits=0))
+    if layout is not None:
+        _print_layout(names, figures, layout)
+    else:
+        console.print("↑ = higher is better, ↓ = lower is better, ± = standard error over documents.")
 
-    table = Table(box=box.SIMPLE)
-    table.add_column("task", overflow="fold")
-    table.add_column("metric", no_wrap=True)
-    for name in names:
-        table.add_column(Text(name), justify="right", overflow="fold")
-    table.add_column("documents", justify="right")
-    for row in zip(*scores, strict=True):
-        first = row[0]
-        documents = "" if first.documents is None else f"{first.documents:,}"
-        better = {True: " ↑", False: " ↓", None: ""}[first.higher_is_better]
-        table.add_row(Text(first.task), Text(first.metric + better), *(_cell(one) for one in row), documents)
-    make_console(tables=True).print(table)
 
-
-def _cell(one: "TaskScore") -> str:
-    digits = 4 if one.value < 100 else 2
-    error = "" if one.stderr is None else f" ± {one.stderr:.{digits}f}"
-    return f"{one.value:.{digits}f}{error}"
+def _metric(task: str, same: "Sequence[TaskScore]", heading: str) -> Figure:
+    """One metric of a task, for every model."""
+    better = {True: " ↑", False: " ↓", None: ""}[same[0].higher_is_better]
+    return Figure(
+        f"{heading}{same[0].metric}{better}",
+        f"{task} {same[0].metric}",
+        [(one.value, one.stderr) for one in same],
+        digits=4 if all(one.value < 100 for one in same) else 2,
+    )

@@ -1,4 +1,4 @@
-"""What reads runs: evaluations, learning curves, tasks of lm-evaluation-harness.
+"""Reads finished runs: evaluations, learning curves, and tasks from lm-evaluation-harness.
 
-May import runs and what is under it; not train or infer.
+May import runs and the packages below it, but not train or infer.
 """

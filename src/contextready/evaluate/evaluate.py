@@ -1,4 +1,4 @@
-"""What a trained model is worth: perplexity by K and as it streams, and how fast its unroll contracts."""
+"""Evaluate a trained model: perplexity after K passes and in streaming mode, and its contraction rate."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from contextready.runs.checkpoint import Checkpoint
 
 PASSES = (1, 2, 3, 5, 10)
 CONVERGED = 5
-"""The paper's "Corr." column is PPL(K=1) - PPL(K=5)."""
+"""The K that counts as converged: the paper's "Corr." column is PPL(K=1) - PPL(K=5)."""
 RATE_TOKENS = 1 << 13
-"""Over how many tokens L̂ is taken."""
+"""Number of tokens over which L̂ is measured."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores of one model on the sequences of a validation set."""
+    """Scores of one model on the sequences of its validation data."""
 
     tokens: int
     sequences: int
@@ -32,28 +32,28 @@ class Evaluation:
     parallel: dict[int, Score]
     sequential: Score | None
     rate: float | None
-    """L̂, the largest ratio of any position."""
+    """L̂: how large the last change of the correction is relative to the change before it, at the worst position."""
     norm_rate: float | None
-    """The ratio of the largest changes."""
+    """The same ratio for the largest change over all positions."""
     rate_corrections: int | None
-    """At which correction the rates were taken."""
+    """The number of the correction at which both rates were measured."""
 
     @property
     def correction(self) -> tuple[float, float] | None:
-        """The paper's "Corr.": PPL(K=1) - PPL(K=5), and its standard error."""
+        """The paper's "Corr.", PPL(K=1) - PPL(K=5), and its standard error."""
         if 1 not in self.parallel or CONVERGED not in self.parallel:
             return None
         return self.parallel[1].perplexity_above(self.parallel[CONVERGED])
 
     @property
     def sequential_gap(self) -> tuple[float, float] | None:
-        """How much higher the sequential perplexity is than the largest K's, and its standard error."""
+        """Streaming perplexity minus the perplexity at the largest K, and the standard error of the difference."""
         if self.sequential is None:
             return None
         return self.sequential.perplexity_above(self.parallel[max(self.parallel)])
 
     def as_record(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The evaluation as plain JSON values."""
 
         def score(s: Score) -> dict[str, Any]:
             return {
@@ -90,23 +90,27 @@ def evaluate(
     corrections: int = CONVERGED,
     sequential: bool = True,
     tokens: int | None = None,
-    advance: Callable[[int, int], None] = lambda done, of: None,
+    advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
-    """Score the validation split in sequences of `block_size` (all of it, or the first `tokens`).
+    """Score the validation split, or its first `tokens` tokens, in sequences of `block_size` tokens.
 
-    Every token but the first is predicted once; what is left over after the last whole sequence is left out. Sequences
-    start afresh, in parallel and in streaming alike. L̂ is taken at correction number `corrections` over the first ones.
+    Every token except the first is predicted once. Tokens after the last complete sequence are ignored. Every sequence
+    starts without context, both in parallel and in streaming mode. L̂ is measured on the first `RATE_TOKENS` tokens, at
+    correction number `corrections`.
     """
     if not passes or min(passes) < 1:
-        raise ContextReadyError("Give the numbers of passes to evaluate, each at least 1, for example 1,2,5.")
+        given = ",".join(map(str, passes)) or "none"
+        raise ContextReadyError(f"--passes must be numbers of at least 1, for example 1,2,5, but got {given}.")
     sequences = Sequences(data.tokens("val"), block_size, "validation")
     if tokens is not None and tokens < block_size:
-        raise ContextReadyError(f"--tokens {tokens} is less than one sequence of {block_size}; give more.")
+        raise ContextReadyError(
+            f"--tokens must be at least {block_size}, the length of one sequence, but got {tokens}."
+        )
     count = sequences.count if tokens is None else min(sequences.count, tokens // block_size)
-    of = count * block_size * (1 + (model.is_recurrent and sequential))
+    total = count * block_size * (1 + (model.is_recurrent and sequential))
 
     def done(n: int) -> None:
-        advance(n, of)
+        advance(n, total)
 
     wanted = sorted(set(passes)) if model.is_recurrent else [1]
     was_training = model.training
@@ -134,7 +138,7 @@ def evaluate(
 def evaluate_checkpoint(
     checkpoint: Checkpoint, data: Data, device: torch.device, block_size: int | None = None, **options: Any
 ) -> Evaluation:
-    """Evaluate a trained model at its own block size, with L̂ at the K it was trained with."""
+    """Evaluate a trained model, by default at the block size it was trained with; L̂ is measured at its training K."""
     trained = checkpoint.config["train"]
     corrections = CONVERGED if trained["passes"] in (None, 1) else trained["passes"]
     model = checkpoint.model().to(device)

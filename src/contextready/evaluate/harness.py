@@ -1,15 +1,15 @@
-"""Evaluation with lm-evaluation-harness: its own tasks, tasks in YAML files, and tasks on local data alone.
+"""Evaluation with lm-evaluation-harness, on its own tasks, on tasks in YAML files, or on local files only.
 
-`lambada=FILE`, `arc_easy=FILE` and `bits=FILE` need no network: their descriptions are in `TASKS`, with the prompts and
-scores of lm_eval's lambada_openai, arc_easy and wikitext. The plain `lm_eval` command takes them from a folder with a
-YAML file such as
+`lambada=FILE`, `arc_easy=FILE` and `bits=FILE` need no network. The folder `TASKS` describes them, with the prompts and
+metrics of lm_eval's lambada_openai, arc_easy and wikitext. To use them with the `lm_eval` command itself, create a
+folder with a YAML file such as
 
     include: /…/contextready/evaluate/tasks/lambada.yaml
     task: lambada_local
     dataset_kwargs: {data_files: {test: /data/lambada_test.jsonl}}
 
-as `lm_eval run --model hf --model_args pretrained=MODEL,trust_remote_code=True --include_path FOLDER --tasks
-lambada_local`. Either way a text longer than the model's longest context loses its beginning.
+and run `lm_eval run --model hf --model_args pretrained=MODEL,trust_remote_code=True --include_path FOLDER --tasks
+lambada_local`. In both cases, a text longer than the model's maximum context is truncated at its beginning.
 """
 
 import io
@@ -28,9 +28,9 @@ from contextready.errors import ContextReadyError, nearest
 from contextready.extras import require
 
 TASKS = Path(__file__).parent / "tasks"
-"""Descriptions of the tasks that need local data only."""
+"""Folder with the descriptions of the tasks that need only a local file."""
 RESAMPLES = 1000
-"""Resamples behind the standard errors that have no closed form."""
+"""Bootstrap resamples for standard errors that have no closed form."""
 
 
 @dataclass(frozen=True)
@@ -41,39 +41,39 @@ class TaskScore:
     metric: str
     value: float
     stderr: float | None
-    """None where lm_eval states none."""
+    """None if lm_eval does not report one."""
     higher_is_better: bool | None
     documents: int | None
-    """How many were scored; a group of tasks has none of its own."""
+    """Number of scored documents; None for a group of tasks."""
 
     def as_record(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The score as plain JSON values."""
         return asdict(self)
 
 
 def open_tasks(tasks: Sequence[str], include: Path | None = None, shots: int | None = None) -> list[Any]:
-    """Tasks and groups of lm_eval with their data; whatever is wrong with one is told before a model is opened.
+    """Open lm_eval tasks and groups with their data, so that errors are reported before a model is loaded.
 
-    tasks     names that lm_eval knows, or `lambada=FILE`, `arc_easy=FILE`, `bits=FILE`
-    include   folder with descriptions of tasks (YAML) that lm_eval knows besides its own
-    shots     examples before each question (default: the task's)
+    tasks     names of lm_eval tasks, or `lambada=FILE`, `arc_easy=FILE`, `bits=FILE`
+    include   folder with more task descriptions (YAML)
+    shots     examples shown before each question (default: as the task specifies)
     """
     require("lm_eval", "eval")
     if not any(tasks):
-        raise ContextReadyError("Name the tasks, for example lambada_openai,arc_easy or lambada=FILE.")
+        raise ContextReadyError("--tasks names no task; give for example lambada_openai,arc_easy or lambada=FILE.")
     if include is not None and not any(include.rglob("*.yaml")):
-        raise ContextReadyError(f"--tasks-path {include} is not a folder with .yaml files that describe tasks.")
+        raise ContextReadyError(f"--tasks-path must be a folder with task descriptions (.yaml), but got {include}.")
     with _quiet():
         from lm_eval.tasks import TaskManager  # type: ignore[import-untyped]
 
-        # Its thousands of files take ten seconds to read: only if a task is named that may be in one.
+        # Its thousands of files take ten seconds to read, so they are read only if one of them may be needed.
         manager = TaskManager(include_path=include, include_defaults=not all("=" in spec for spec in tasks))
         opened: dict[str, Any] = {}
         for spec in tasks:
             for one in _open(manager, spec, shots):
                 name = getattr(one, "task_name", None) or one.name
                 if name in opened:
-                    raise ContextReadyError(f"The task {name} is asked for twice; name each once.")
+                    raise ContextReadyError(f"The task {name} is listed twice; list each task once.")
                 opened[name] = one
     return list(opened.values())
 
@@ -83,8 +83,8 @@ def score(
 ) -> list[TaskScore]:
     """Score one causal language model in memory on tasks from `open_tasks`.
 
-    limit        only so many documents of each task
-    batch_size   texts scored at once
+    limit        score only the first `limit` documents of each task
+    batch_size   number of texts scored at once
     """
     with _quiet():
         from lm_eval import simple_evaluate  # type: ignore[import-untyped]
@@ -103,8 +103,8 @@ def score(
             )
         except OverflowError:
             raise ContextReadyError(
-                "A perplexity is too large for a number: the model is no match for these texts, or they have no spaces "
-                "between words; leave that task or metric out."
+                "A perplexity is too large for a number: the model predicts these texts very badly, or they have no "
+                "spaces between words. Leave that task out."
             ) from None
     return [
         TaskScore(
@@ -128,16 +128,16 @@ def score(
 def _open(manager: Any, spec: str, shots: int | None) -> list[Any]:
     name, equals, file = spec.partition("=")
     if not equals and spec not in manager.all_tasks:
-        raise ContextReadyError(f"lm_eval knows no task '{spec}'; {_similar(spec, manager.all_tasks)}")
+        raise ContextReadyError(f"Unknown lm_eval task '{spec}'; {_similar(spec, manager.all_tasks)}")
     what = _local_task(name, Path(file)) if equals else spec
     try:
         loaded = manager.load([what])
-    except Exception as error:  # lm_eval, datasets and what they download from each raise their own
+    except Exception as error:  # lm_eval, datasets and their download backends each raise errors of their own
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        advice = "" if equals else "; without its data, score a local file: lambada=FILE, arc_easy=FILE or bits=FILE"
-        raise ContextReadyError(f"The task {spec} cannot be opened: {reason}{advice}.") from error
+        advice = "" if equals else "; to score a local file instead, use lambada=FILE, arc_easy=FILE or bits=FILE"
+        raise ContextReadyError(f"The task {spec} could not be opened: {reason}{advice}.") from error
     for task in loaded["tasks"].values():
-        # As lm_eval does it: a task that says 0 itself has none to show.
+        # As in lm_eval: a task that sets 0 itself has no examples to show.
         if shots is not None and task.get_config("num_fewshot") != 0:
             task.set_config("num_fewshot", shots)
     group = loaded["groups"].get(spec)
@@ -146,8 +146,8 @@ def _open(manager: Any, spec: str, shots: int | None) -> list[Any]:
 
 def _similar(name: str, known: Sequence[str]) -> str:
     hint = nearest(name, [*(f"{local}=FILE" for local in _local_names()), *known])
-    # Thousands of names would be no help.
-    return hint if hint.startswith("did") else "lm_eval ls tasks lists all."
+    # Listing thousands of names would not help.
+    return hint if hint.startswith("did") else "list them with: lm_eval ls tasks"
 
 
 def _local_names() -> list[str]:
@@ -155,16 +155,16 @@ def _local_names() -> list[str]:
 
 
 def _local_task(name: str, file: Path) -> dict[str, Any]:
-    """The description of a task on a local file, its data in it: nothing is copied into a cache on disk."""
+    """The description of a task with the data of a local file included, so that nothing is copied to a disk cache."""
     import yaml  # type: ignore[import-untyped]
 
     if name not in _local_names():
-        raise ContextReadyError(f"No task '{name}' can be given a file; {nearest(name, _local_names())}")
+        raise ContextReadyError(f"The task '{name}' does not take a file; {nearest(name, _local_names())}")
     if not file.is_file():
-        raise ContextReadyError(f"There is no file '{file}' for the task {name}; write {name}=FILE.")
+        raise ContextReadyError(f"There is no file '{file}' for the task {name}; give an existing file as {name}=FILE.")
     rows = _questions(file) if name == "arc_easy" else _texts(file)
     if not rows:
-        raise ContextReadyError(f"{file} is empty: the task {name} has nothing to score.")
+        raise ContextReadyError(f"{file} is empty, so the task {name} has nothing to score.")
 
     def data(**_: Any) -> dict[str, Any]:
         return {"test": require("datasets", "eval").Dataset.from_list(rows)}
@@ -189,7 +189,7 @@ def _questions(file: Path) -> list[dict[str, Any]]:
             raise ContextReadyError(f"{file}, line {number:,} is not JSON: {error}.") from None
         if not _is_question(row):
             raise ContextReadyError(
-                f"{file}, line {number:,} is not a question of ARC: it wants question, choices with text and label, "
+                f"{file}, line {number:,} is not an ARC question; it must have question, choices with text and label, "
                 "and an answerKey that is one of the labels."
             )
         rows.append(row)
@@ -200,7 +200,7 @@ def _is_question(row: Any) -> bool:
     try:
         asked, choices = row["question"], row.get("choices")
         if isinstance(asked, dict):
-            # As AI2 publishes it; the Hub has lists of texts and of labels.
+            # The format that AI2 publishes; on the Hub, choices are lists of texts and labels.
             asked, choices = asked["stem"], {key: [one[key] for one in asked["choices"]] for key in ("text", "label")}
         texts, labels = choices["text"], choices["label"]
         return row["answerKey"] in labels and all(isinstance(text, str) and text for text in (asked, *texts))
@@ -210,12 +210,12 @@ def _is_question(row: Any) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep lm_eval's remarks and prints out of the way; its progress bars show on a terminal."""
+    """Suppress lm_eval's log messages and prints; in a terminal, its progress bars stay visible."""
     logger, setting = logging.getLogger("lm_eval"), "DISABLE_MULTIPROC"
     level, before = logger.level, os.environ.get(setting)
     aside = sys.stderr if sys.stderr.isatty() else io.StringIO()
     logger.setLevel(logging.ERROR)
-    # Resampling in this process: forking one that holds a model with its threads can hang.
+    # Resample in this process: forking a process that holds a model and its threads can hang.
     os.environ[setting] = "1"
     try:
         with redirect_stdout(aside), redirect_stderr(aside):
