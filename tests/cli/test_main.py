@@ -1,6 +1,7 @@
 """The command: what a user types, what it prints, and how it refuses."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -265,3 +266,26 @@ def test_the_versions_benchmark_compares_a_checkout_with_itself():
     assert len(result["tasks"]) > 20
     assert all(row["other_over_this"] > 0 for row in result["tasks"])
     assert result["import_over_torch"] > 0
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("crt gen", {"generate"}), ("crt generate --tempe", {"--temperature"}), ("crt data s", {"show"})],
+)
+def test_the_shell_completes_verbs_and_options(line, expected):
+    """As bash asks: the line is in the environment, and the answer goes to file descriptor 8."""
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"}
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m contextready 8>&1 9>/dev/null >/dev/null"],
+        env={**os.environ, **asked},
+        capture_output=True,
+        text=True,
+    )
+    assert {word.strip() for word in done.stdout.splitlines()} == expected, done.stderr
+
+
+def test_the_command_alone_prints_its_help(crt):
+    code, out, err = crt()
+    assert (code, err) == (0, "")
+    assert "crt data prepare" in out
+    assert "verbs:" in out

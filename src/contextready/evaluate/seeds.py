@@ -106,9 +106,12 @@ def draw_difference(found: Difference, out: Path, axis: str = "tokens", title: s
         for i, seed in enumerate(found.seeds):
             axes.plot(x, found.loss_SX[i], linewidth=0.9, color=f"C{i + 1}", label=f"seed {seed}")
     # Differences of barely trained models can be so large that the rest would look flat.
-    later, largest = np.abs(found.loss_SX[:, x >= 0.1 * x[-1]]).max(), np.abs(found.loss_SX).max()
-    shown = (later if largest > 3 * later > 0 else largest) or 1.0
-    axes.set_ylim(-1.25 * shown, 1.25 * shown)
+    later_SX, limits = found.loss_SX[:, x >= 0.1 * x[-1]], found.loss_SX
+    if np.abs(limits).max() > 3 * np.abs(later_SX).max() > 0:
+        limits = later_SX
+    low, high = min(0.0, limits.min()), max(0.0, limits.max())
+    margin = 0.25 * (high - low) or 1.0
+    axes.set_ylim(low - margin, high + margin)
     axes.ticklabel_format(axis="y", style="plain", useOffset=False)
     axes.set_ylabel("difference in validation loss (nats per token)")
     for height, alignment, text in (
