@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import subprocess
 import sys
 
 import pyarrow
@@ -216,3 +217,96 @@ def test_a_corpus_can_be_read_again(tmp_path, texts):
     corpus = open_corpus([str(tmp_path / "a.jsonl")])
     assert isinstance(corpus, Corpus)
     assert list(corpus.documents()) == list(corpus.documents()) == texts
+
+
+LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+
+
+def compressed(content, extension):
+    return {".jsonl": bytes, ".jsonl.gz": gzip.compress, ".jsonl.zst": zstandard.compress}[extension](content)
+
+
+@pytest.mark.parametrize("extension", LINES)
+def test_a_line_that_is_too_long_is_named(tmp_path, monkeypatch, extension):
+    monkeypatch.setattr(corpora, "LONGEST_LINE", 1000)
+    fits = json.dumps({"text": "x" * 987}).encode() + b"\n"
+    assert len(fits) == 1000
+    path = tmp_path / f"a{extension}"
+    path.write_bytes(compressed(fits * 3, extension))
+    assert [len(document) for document in read(path)] == [987] * 3
+    for longer in (fits[:-2] + b" }\n", b"x" * 1001, b"x" * 50_000):
+        path.write_bytes(compressed(fits + longer, extension))
+        with pytest.raises(ContextReadyError, match=rf"a{extension}, line 2, has more than 1,000 bytes, .* split it"):
+            read(path)
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1 << 11])
+def test_zstandard_lines_are_joined_across_pieces(tmp_path, monkeypatch, texts, piece):
+    monkeypatch.setattr(corpora, "ZSTANDARD_PIECE", piece)
+    frames = [zstandard.compress(as_jsonl(texts[:7])), zstandard.compress(as_jsonl(texts[7:20])[:-1])]
+    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
+    assert read(tmp_path / "a.jsonl.zst") == texts[:20]
+
+
+def test_a_document_that_is_too_long_is_named_in_parquet(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpora, "LONGEST_LINE", 1000)
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x" * 1000, None, "x" * 1001]}), tmp_path / "a.parquet")
+    with pytest.raises(ContextReadyError, match=r"a\.parquet, row 3, has more than 1,000 characters"):
+        read(tmp_path / "a.parquet")
+
+
+def test_a_damaged_parquet_page_is_a_sentence(tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": [f"text {i}" for i in range(1000)]}), path)
+    content = bytearray(path.read_bytes())
+    content[4:60] = bytes(56)
+    path.write_bytes(content)
+    with pytest.raises(ContextReadyError, match=r"a\.parquet cannot be read after row \d+: ") as caught:
+        read(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_many_or_strange_keys_do_not_fill_the_sentence(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({f"key\n{i}" + "x" * 999: 1 for i in range(999)}))
+    with pytest.raises(ContextReadyError, match=r"it has key\\n0x+, .*, …\)") as caught:
+        read(tmp_path / "a.jsonl")
+    assert len(str(caught.value)) < 1000
+
+
+BOMB = """
+import gzip, resource, sys
+from pathlib import Path
+import zstandard
+from contextready.data.corpora import open_corpus
+from contextready.errors import ContextReadyError
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+for path in sys.argv[1:]:
+    try:
+        list(open_corpus([path]).documents())
+    except ContextReadyError as error:
+        print(error)
+"""
+
+
+def test_bombs_do_not_fill_the_memory(tmp_path):
+    """Small files whose only line has gigabytes, read with one gigabyte of memory."""
+    megabyte = bytes(1 << 20)
+    frame = zstandard.ZstdCompressor(level=1).compressobj()
+    with (tmp_path / "a.jsonl.zst").open("wb") as file:
+        for _ in range(1 << 10):
+            file.write(frame.compress(megabyte))
+        file.write(frame.flush())
+    with gzip.open(tmp_path / "b.jsonl.gz", "wb", compresslevel=1) as file:
+        for _ in range(100):
+            file.write(megabyte)
+    with (tmp_path / "c.jsonl").open("wb") as file:
+        file.truncate(3 << 30)
+    paths = sorted(str(path) for path in tmp_path.iterdir())
+    assert sum((tmp_path / name).stat().st_size for name in ("a.jsonl.zst", "b.jsonl.gz")) < 1 << 20
+    done = subprocess.run([sys.executable, "-c", BOMB, *paths], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    assert all(
+        f"{path}, line 1, has more than 67,108,864 bytes" in line for path, line in zip(paths, lines, strict=True)
+    )

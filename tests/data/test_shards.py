@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import tracemalloc
 
@@ -133,7 +134,7 @@ def test_show_prints_text_of_the_corpus(crt, prepared, texts):
     assert "vocabulary 320" in printed
     assert "guests" in printed
     assert printed == crt("data", "show", prepared, "--split", "val", "--count", "2", "--tokens", "40")[1]
-    assert crt("data", "show", prepared, "--tokens", "9999999", "--count", "1")[1].count("guests") > 200
+    assert crt("data", "show", prepared, "--tokens", "999999", "--count", "1")[1].count("guests") > 200
 
 
 def test_show_refuses_nothing_to_show(refused, prepared):
@@ -199,6 +200,111 @@ def test_another_tokenizer_of_the_same_size_is_refused(out):
     file.write_text(content.replace('"special": true', '"special":false'))
     with pytest.raises(ContextReadyError, match=r"tokenizer\.json is not the tokenizer that these shards were created"):
         Data(out).tokenizer()
+
+
+def edit_manifest(folder, change):
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def repeat_a_shard(manifest):
+    """List a shard in both splits, with counts that fit."""
+    shard = manifest["splits"]["train"]["shards"][0]
+    manifest["splits"]["val"]["shards"].append(shard)
+    manifest["splits"]["val"]["tokens"] += manifest["files"][shard]["bytes"] // 2
+
+
+def forget_a_shard(manifest):
+    shard = manifest["splits"]["train"]["shards"].pop(0)
+    manifest["splits"]["train"]["tokens"] -= manifest["files"][shard]["bytes"] // 2
+
+
+def entry(manifest, name):
+    return manifest["splits"][name]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update(dtype="|u1"), "dtype must be <u2 or <u4, but is '|u1'"),
+        (lambda m: m.update(dtype="?"), "dtype must be <u2 or <u4, but is '?'"),
+        (lambda m: m.update(dtype="<f2"), "dtype must be <u2 or <u4, but is '<f2'"),
+        (lambda m: m.update(dtype="<u4"), "dtype must be <u2 for a vocabulary of 320, but is <u4"),
+        (lambda m: m.update(vocab_size=70_000), "dtype must be <u4 for a vocabulary of 70,000, but is <u2"),
+        (lambda m: m.update(vocab_size=0), "vocab_size must be from 1 to 2147483647, but is 0"),
+        (lambda m: m.update(vocab_size="320"), "vocab_size must be a whole number, but is a string"),
+        (lambda m: m.update(end_id=320), "end_id must be below the vocabulary size of 320"),
+        (lambda m: m.pop("splits"), "manifest.json lacks the key 'splits'"),
+        (lambda m: m["splits"].pop("val"), "splits lacks the key 'val'"),
+        (lambda m: m["splits"].update(test={}), "splits has the unknown key 'test'"),
+        (lambda m: entry(m, "train").update(tokens=1), "the shards of train have "),
+        (lambda m: entry(m, "train").update(tokens=entry(m, "train")["tokens"] + 1), "which does not match "),
+        (lambda m: entry(m, "val").update(documents=-1), "splits, val, documents must be from 0"),
+        (lambda m: entry(m, "val").update(shards=["../val-00000.bin"]), "must be the plain name of a file"),
+        (lambda m: entry(m, "val").update(shards=["val-9.bin"]), "files does not list val-9.bin, a shard of val"),
+        (repeat_a_shard, "a shard is listed twice"),
+        (forget_a_shard, "files lists train-00000.bin, which belongs to no split"),
+        (lambda m: m.update(tokenizer_sha256=None), "tokenizer.json and tokenizer_sha256 must be both there or both"),
+        (lambda m: m.pop("tokenizer_sha256"), "manifest.json lacks the key 'tokenizer_sha256'"),
+        (lambda m: m.update(tokenizer_sha256="x"), "tokenizer_sha256 must be a SHA-256 sum"),
+        (lambda m: m["files"].pop("tokenizer.json"), "must be both there or both absent"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(refused, out, change, message):
+    edit_manifest(out, change)
+    said = refused("data", "show", out)
+    assert message in said
+    assert str(out / "manifest.json") in said
+
+
+def test_a_tokenizer_that_the_manifest_does_not_know_is_refused(out):
+    def forget(manifest):
+        del manifest["files"]["tokenizer.json"]
+        manifest["tokenizer_sha256"] = None
+
+    edit_manifest(out, forget)
+    with pytest.raises(ContextReadyError, match=r"manifest\.json does not list tokenizer\.json, so it is unknown"):
+        Data(out)
+    (out / "tokenizer.json").unlink()
+    assert Data(out).tokenizer() is None
+
+
+def test_a_damaged_tokenizer_is_not_parsed(out, monkeypatch):
+    content = (out / "tokenizer.json").read_bytes()
+    (out / "tokenizer.json").write_bytes(b"X" + content[1:])
+    data = Data(out)
+    monkeypatch.setattr(Tokenizer, "load", None)
+    with pytest.raises(ContextReadyError, match=r"tokenizer\.json is not the tokenizer"):
+        data.tokenizer()
+
+
+def test_ids_outside_the_vocabulary_are_refused_when_they_are_read(out):
+    shard = out / "train-00001.bin"
+    ids = np.fromfile(shard, "<u2")
+    ids[7] = 320
+    ids.tofile(shard)
+    sha256 = hashlib.sha256(shard.read_bytes()).hexdigest()
+    edit_manifest(out, lambda manifest: manifest["files"]["train-00001.bin"].update(sha256=sha256))
+    tokens = Data(out).tokens("train")
+    assert len(tokens.read(0, 1007)) == 1007
+    with pytest.raises(ContextReadyError, match=r"out contains the id 320, but its vocabulary has only 0 to 319"):
+        tokens.read(990, 18)
+
+
+def test_a_folder_whose_name_is_not_utf8_is_refused(source, trained, tmp_path):
+    out = tmp_path / os.fsdecode(b"out\xff")
+    with pytest.raises(ContextReadyError, match="is not valid UTF-8; choose another name"):
+        prepare(out, Preparation([str(source)], [], 0.2, tokenizer=str(trained)))
+    assert not out.exists()
+
+
+def test_a_source_whose_name_is_not_utf8_is_recorded(texts, trained, tmp_path):
+    source = tmp_path / os.fsdecode(b"source\xff.txt")
+    source.write_text("<|endoftext|>\n".join(texts))
+    data = prepare(tmp_path / "out", Preparation([str(source)], [], 0.2, tokenizer=str(trained)))
+    assert data.manifest["source"].endswith("source?.txt")
 
 
 def test_there_are_two_splits(prepared):

@@ -8,6 +8,7 @@ import pytest
 from contextready.data import token_files
 from contextready.data.prepare import Preparation, prepare
 from contextready.data.shards import Data
+from contextready.errors import ContextReadyError
 
 END = 399
 CODES = {"u1": 1, "i1": 2, "<i2": 3, "<i4": 4, "<i8": 5, "<u2": 8}
@@ -228,3 +229,56 @@ def test_globs_of_token_files(crt, tmp_path, rows):
     write_nanogpt(tmp_path / "2.bin", rows[40:])
     assert crt("data", "prepare", tmp_path / "out", tmp_path / "*.bin", *WORDS)[0] == 0
     check_same(Data(tmp_path / "out"), rows)
+
+
+def hostile_index(path, lengths=(3, 2, 4), offsets=(0, 6, 10), bounds=(0, 2, 3), counts=None, code=8):
+    """A .bin of nine ids, and an index with these arrays and claimed counts."""
+    np.arange(9, dtype="<u2").tofile(path)
+    sequences, documents = counts or (len(lengths), len(bounds))
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, sequences, documents)
+    arrays = (np.array(values, dtype) for values, dtype in ((lengths, "<i4"), (offsets, "<i8"), (bounds, "<i8")))
+    path.with_suffix(".idx").write_bytes(head + b"".join(array.tobytes() for array in arrays))
+    return path
+
+
+def read_ids(path):
+    return [ids.tolist() for ids in token_files.read_token_file(path, END, lambda _: None)]
+
+
+def test_documents_are_ranges_of_sequences(tmp_path):
+    assert read_ids(hostile_index(tmp_path / "a.bin")) == [[0, 1, 2, 3, 4], [5, 6, 7, 8]]
+    assert read_ids(hostile_index(tmp_path / "a.bin", (), (), ())) == []
+    assert read_ids(hostile_index(tmp_path / "a.bin", bounds=(0, 0, 3, 3))) == [list(range(9))]
+    assert read_ids(hostile_index(tmp_path / "a.bin", bounds=(1, 2))) == [[3, 4]]
+
+
+FOLLOW, RANGES = "its sequences do not follow each other", "its documents are not ranges of its sequences"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"counts": (2**63, 3)}, "do not match: one of them is truncated"),
+        ({"counts": (10**12, 3)}, "do not match: one of them is truncated"),
+        ({"counts": (3, 2**64 - 1)}, "do not match: one of them is truncated"),
+        ({"counts": (3, 4)}, "do not match: one of them is truncated"),
+        ({"lengths": (3, 2, 5)}, "do not match: one of them is truncated"),
+        ({"lengths": (3, 2, 2**31 - 1)}, "do not match: one of them is truncated"),
+        ({"lengths": (3, -2, 4)}, FOLLOW),
+        ({"lengths": (3, 2, -4)}, FOLLOW),
+        ({"lengths": (3, -3, 9), "offsets": (0, 6, 0)}, FOLLOW),
+        ({"offsets": (0, 6, 2**62)}, FOLLOW),
+        ({"offsets": (-6, 0, 4)}, FOLLOW),
+        ({"offsets": (0, 6, 9)}, FOLLOW),
+        ({"offsets": (0, 0, 0), "lengths": (9, 9, 9)}, FOLLOW),
+        ({"bounds": (0, 4)}, RANGES),
+        ({"bounds": (-1, 3)}, RANGES),
+        ({"bounds": (0, 3, 1, 3)}, RANGES),
+        ({"bounds": (0, 2**63 - 1, -(2**63), 3)}, RANGES),
+    ],
+)
+def test_a_hostile_index_is_refused(tmp_path, changes, message):
+    path = hostile_index(tmp_path / "a.bin", **changes)
+    with pytest.raises(ContextReadyError, match=message) as caught:
+        read_ids(path)
+    assert "a.idx" in str(caught.value)

@@ -1,12 +1,17 @@
 """Costs compared with the paper's printed figures, PyTorch's counter, and the memory of a real stream."""
 
+from itertools import product
+
 import pytest
 import torch
 from helpers import KINDS, random_tokens, small_config
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from contextready import account, build_model
+from contextready import CORRECTIONS, ContextReadyError, ModelConfig, account, build_model
+from contextready.formats import limits
+from contextready.model.cost import check_model_memory
 from contextready.runs.catalog import cache_ratios, entries, millions
 from contextready.runs.paper_models import PAPER_MODELS
 
@@ -55,6 +60,46 @@ def test_parameters_are_those_of_the_real_model(kind, bias):
     assert counted.embedding_parameters == model.backbone.embedding.weight.numel()
 
 
+@pytest.mark.parametrize("extra_ffn", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", [None, *CORRECTIONS])
+def test_the_arithmetic_agrees_with_the_modules(kind, bias, extra_ffn):
+    """The account is closed arithmetic; here every module is built and counted, for many shapes."""
+    for vocab_size, width, layers in product((1, 7, 40), (2, 6, 32), (1, 2, 5)):
+        config = ModelConfig(vocab_size, width, layers, heads=1, correction=kind, bias=bias, extra_ffn=extra_ffn)
+        with torch.device("meta"):
+            model = build_model(config)
+        counted = account(config)
+        assert counted.parameters == sum(p.numel() for p in model.parameters())
+        assert counted.correction_parameters == sum(p.numel() for p in model.correction.parameters())
+
+
+def test_no_module_is_built_for_an_account(monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "__init__", pytest.fail)
+    config = ModelConfig(2**31 - 1, 2**20, 10**6, heads=16, correction="tied", bias=True, extra_ffn=True)
+    assert account(config).parameters > 10**19
+
+
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_built(monkeypatch):
+    config, number = small_config(), account(small_config()).parameters
+    for dtype, size in ((None, 4), (torch.float64, 8), (torch.bfloat16, 2)):
+        monkeypatch.setattr(limits, "total_memory", lambda size=size: size * number)
+        check_model_memory(config, dtype)
+        monkeypatch.setattr(limits, "total_memory", lambda size=size: size * number - 1)
+        with pytest.raises(
+            ContextReadyError, match=f"A model with {number:,} parameters .* of memory; choose a smaller"
+        ):
+            check_model_memory(config, dtype)
+
+
+def test_models_without_storage_may_have_any_size(monkeypatch):
+    monkeypatch.setattr(limits, "total_memory", lambda: 1)
+    with torch.device("meta"):
+        check_model_memory(small_config())
+    with FakeTensorMode():
+        check_model_memory(small_config())
+
+
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("kind", [None, *KINDS])
 def test_exact_flops_are_what_pytorch_counts_in_a_step(kind, window):
@@ -97,7 +142,5 @@ def test_state_bytes_are_what_a_stream_holds(window, history):
 
 
 def test_nothing_is_allocated_for_a_model_of_any_size():
-    from contextready import ModelConfig
-
     huge = account(ModelConfig(vocab_size=200_000, width=65_536, layers=400, heads=512, correction="concat"))
     assert huge.parameters > 2e13

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 from helpers import gap, random_tokens, small_model, stream_in_chunks
+from safetensors import SafetensorError
 
 from contextready import ContextReadyError, State, unroll
 
@@ -181,6 +182,22 @@ def test_bad_files_are_refused(tmp_path):
         lambda t, m: t.update(carried=t["carried"][0]),
         lambda t, m: t.update(carried=t["carried"][:2].clone()),
         lambda t, m: t.update({"cache.1.v": t["cache.1.v"][:, :, 1:].clone()}),
+        lambda t, m: m.update(cache="[" * 100_000),
+        lambda t, m: m.update(cache=m["cache"].replace('"layers": 2', '"layers": 1000000000')),
+        lambda t, m: m.update(cache=m["cache"].replace('"layers": 2', '"layers": true')),
+        lambda t, m: m.update(cache=m["cache"].replace('"position": 10', '"position": 10.0')),
+        lambda t, m: m.update(cache=m["cache"].replace('"position": 10', '"position": NaN')),
+        lambda t, m: m.update(cache=m["cache"].replace('"window": null', '"window": 4')),
+        lambda t, m: m.update(cache=m["cache"].replace('"keep": null', '"keep": 11')),
+        lambda t, m: m.update(cache=m["cache"].replace("{", '{"more": 1, ')),
+        lambda t, m: m.update(history="1" * 5000),
+        lambda t, m: m.update(history="x"),
+        lambda t, m: m.update(more="x"),
+        lambda t, m: t.update(more=torch.zeros(1)),
+        lambda t, m: t.update(carried=t["carried"].float()),
+        lambda t, m: t.update({"cache.0.k": t["cache.0.k"].flatten(0, 1)}),
+        lambda t, m: t.update({name: tensor.long() for name, tensor in t.items()}),
+        lambda t, m: t.update({name: tensor[:0].clone() for name, tensor in t.items()}),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path, damage):
@@ -195,6 +212,67 @@ def test_a_damaged_file_is_refused(tmp_path, damage):
     save_file(tensors, tmp_path / "damaged", metadata=meta)
     with pytest.raises(ContextReadyError, match=r"The state at .* is damaged .* save it again"):
         State.load(tmp_path / "damaged")
+
+
+def test_layers_of_other_sizes_do_not_match_the_model(tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    model, _, state = streamed()
+    state.save(tmp_path / "whole")
+    with safe_open(tmp_path / "whole", framework="pt") as file:
+        tensors, meta = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    tensors["cache.1.v"] = tensors["cache.1.v"][..., :1].clone()
+    save_file(tensors, tmp_path / "other", metadata=meta)
+    with pytest.raises(ContextReadyError, match="This state does not match the model"):
+        model.stream(random_tokens(batch=3), State.load(tmp_path / "other"))
+
+
+def test_a_state_of_another_type_does_not_fit_an_engine():
+    model, _, state = streamed()
+    buffer = model.float().backbone.init_buffer(1, 16)
+    with pytest.raises(ContextReadyError, match=r"numbers of type torch\.float64, but the engine computes in"):
+        buffer.load(0, state.select([0]).cache)
+
+
+def test_an_impossible_buffer_is_refused():
+    with pytest.raises(ContextReadyError, match=r"would take .* GB, but this machine has"):
+        small_model().backbone.init_buffer(1, 10**12)
+
+
+@pytest.mark.parametrize(
+    "note", ["", "[", "3", "{}", '{"newest": []}', '{"newest": [-1]}', '{"newest": ["1"]}', '{"newest": [1], "x": 1}']
+)
+def test_a_state_without_a_valid_note_is_no_session(tmp_path, note):
+    from contextready.infer.session import Session
+
+    streamed()[2].save(tmp_path / "state", note=note)
+    with pytest.raises(ContextReadyError, match="is a state but not a session"):
+        Session.load(tmp_path / "state")
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), SafetensorError("I/O error (os error 5)")])
+def test_errors_of_the_disk_are_one_sentence(tmp_path, monkeypatch, error):
+    import safetensors.torch
+
+    def broken(*_, **__):
+        raise error
+
+    _, _, state = streamed()
+    state.save(tmp_path / "state")
+    monkeypatch.setattr(safetensors.torch, "load_file", broken)
+    monkeypatch.setattr(safetensors.torch, "save_file", broken)
+    with pytest.raises(ContextReadyError, match=r"state could not be loaded: .*os error 5|Errno 5"):
+        State.load(tmp_path / "state")
+    with pytest.raises(ContextReadyError, match=r"other could not be written: .*os error 5|Errno 5"):
+        state.save(tmp_path / "other")
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def test_a_pipe_is_not_a_state(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ContextReadyError, match="is not a regular file"):
+        State.load(tmp_path / "pipe")
 
 
 def test_an_unusable_device_is_named(tmp_path):

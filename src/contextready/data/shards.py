@@ -8,19 +8,98 @@ DATA/val-00000.bin …
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
 from contextready.data.tokenizer import FILE, Tokenizer
 from contextready.errors import ContextReadyError
-from contextready.files import MANIFEST, check_sums, read_manifest
+from contextready.files import MANIFEST, Manifest, check_sums, describe_file, read_manifest
+from contextready.formats.record import LARGEST_INT, Count, FileName, Sha256
 
 FORMAT = "contextready-data"
 SPLITS = ("train", "val")
+LARGEST_VOCABULARY = (1 << 31) - 1
+TOKENIZER_FILES = (FILE, "tokenizer_config.json")
 
 Ids = np.ndarray[Any, np.dtype[Any]]
+Positive = Annotated[int, range(1, LARGEST_INT)]
+
+
+@dataclass(frozen=True)
+class SplitEntry:
+    """A split in the manifest."""
+
+    tokens: Positive
+    documents: Count
+    bytes: Count
+    shards: list[FileName]
+
+
+@dataclass(frozen=True)
+class SplitEntries:
+    """Both splits in the manifest."""
+
+    train: SplitEntry
+    val: SplitEntry
+
+
+@dataclass(frozen=True)
+class DataManifest(Manifest):
+    """The manifest of prepared data. What it says must agree with itself before any file is read."""
+
+    source: str
+    vocab_size: Annotated[int, range(1, LARGEST_VOCABULARY + 1)]
+    end_id: Count
+    dtype: Literal["<u2", "<u4"]
+    tokenizer_sha256: Sha256 | None
+    splits: SplitEntries
+    val_fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype != dtype_for(self.vocab_size).str:
+            raise ContextReadyError(
+                f"dtype must be {dtype_for(self.vocab_size).str} for a vocabulary of {self.vocab_size:,}, but is "
+                f"{self.dtype}; prepare the data again."
+            )
+        if self.end_id >= self.vocab_size:
+            raise ContextReadyError(
+                f"end_id must be below the vocabulary size of {self.vocab_size:,}, but is {self.end_id}; prepare the "
+                "data again."
+            )
+        for name, split in (("train", self.splits.train), ("val", self.splits.val)):
+            self._check_split(name, split)
+        shards = [*self.splits.train.shards, *self.splits.val.shards]
+        if len(set(shards)) < len(shards):
+            raise ContextReadyError("a shard is listed twice; prepare the data again.")
+        other = self.files.keys() - {*shards, *TOKENIZER_FILES}
+        if other:
+            raise ContextReadyError(f"files lists {min(other)}, which belongs to no split; prepare the data again.")
+        if (FILE in self.files) != (self.tokenizer_sha256 is not None):
+            raise ContextReadyError(
+                f"{FILE} and tokenizer_sha256 must be both there or both absent; prepare the data again."
+            )
+
+    def _check_split(self, name: str, split: SplitEntry) -> None:
+        sizes = []
+        for shard in split.shards:
+            entry = self.files.get(shard)
+            if entry is None:
+                raise ContextReadyError(f"files does not list {shard}, a shard of {name}; prepare the data again.")
+            sizes.append(entry.bytes)
+        itemsize = np.dtype(self.dtype).itemsize
+        if not all(sizes) or any(size % itemsize for size in sizes) or sum(sizes) != split.tokens * itemsize:
+            raise ContextReadyError(
+                f"the shards of {name} have {sum(sizes):,} bytes, which does not match {split.tokens:,} tokens of "
+                f"{itemsize} bytes; prepare the data again."
+            )
+
+
+def dtype_for(vocab_size: int) -> np.dtype[Any]:
+    """The type of the ids in shards: 16 bits if the vocabulary allows it, otherwise 32."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 class ShardWriter:
@@ -64,8 +143,9 @@ class ShardWriter:
 class TokenArray:
     """The shards of one split as one array of ids; only the parts that are read are loaded."""
 
-    def __init__(self, shards: Sequence[Ids]) -> None:
-        self._shards = shards
+    def __init__(self, shards: Sequence[Ids], vocab_size: int | None = None, where: str = "The data") -> None:
+        """Join shards. If the vocabulary size is given, ids that are not in the vocabulary are refused when read."""
+        self._shards, self._vocab_size, self._where = shards, vocab_size, where
         self._ends = np.cumsum([len(shard) for shard in shards])
 
     def __len__(self) -> int:
@@ -80,7 +160,13 @@ class TokenArray:
             part = self._shards[shard][begin : begin + count]
             parts.append(part)
             start, count, shard = start + len(part), count - len(part), shard + 1
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if self._vocab_size is not None and len(ids) and int(ids.max()) >= self._vocab_size:
+            raise ContextReadyError(
+                f"{self._where} contains the id {int(ids.max())}, but its vocabulary has only 0 to "
+                f"{self._vocab_size - 1}; prepare the data again."
+            )
+        return ids
 
 
 class Data:
@@ -93,10 +179,13 @@ class Data:
                 f"No prepared data exists at {folder}. Prepare it with crt data prepare, or pass another folder."
             )
         self.folder = folder
-        self.manifest = read_manifest(folder, FORMAT, "prepared data (the output of crt data prepare)")
-        for key in ("dtype", "vocab_size", "end_id", "splits", "tokenizer_sha256"):
-            if key not in self.manifest:
-                raise ContextReadyError(f"{folder / MANIFEST} has no entry {key}; prepare the data again.")
+        what = "prepared data (the output of crt data prepare)"
+        self.manifest = read_manifest(folder, FORMAT, what, DataManifest)
+        if self.tokenizer_sha256 is None and (folder / FILE).exists():
+            raise ContextReadyError(
+                f"{folder / MANIFEST} does not list {FILE}, so it is unknown whether the ids were created with it; "
+                "remove the file or prepare the data again."
+            )
         for split in verify:
             check_sums(folder, self.manifest, self._shards(split))
         self.dtype = np.dtype(self.manifest["dtype"])
@@ -123,11 +212,14 @@ class Data:
         """Load the tokenizer that the ids were created with; it is an error if the file was replaced."""
         if self.tokenizer_sha256 is None:
             return None
-        tokenizer = Tokenizer.load(self.folder / FILE)
-        if tokenizer.sha256 != self.tokenizer_sha256:
+        file = self.folder / FILE
+        # The checksum comes first, so that a damaged file is not even parsed.
+        is_same = describe_file(file) == self.manifest["files"][FILE]
+        tokenizer = Tokenizer.load(file) if is_same else None
+        if tokenizer is None or tokenizer.sha256 != self.tokenizer_sha256:
             raise ContextReadyError(
-                f"{self.folder / FILE} is not the tokenizer that these shards were created with; restore the "
-                "original or prepare the data again."
+                f"{file} is not the tokenizer that these shards were created with; restore the original or prepare the "
+                "data again."
             )
         return tokenizer
 
@@ -135,7 +227,8 @@ class Data:
         """Return all tokens of `train` or `val`."""
         if split not in SPLITS:
             raise ContextReadyError(f"There is no split '{split}'; choose train or val.")
-        return TokenArray([np.memmap(self.folder / name, self.dtype, "r") for name in self._shards(split)])
+        shards = [np.memmap(self.folder / name, self.dtype, "r") for name in self._shards(split)]
+        return TokenArray(shards, self.vocab_size, f"{self.folder}")
 
     def bytes_per_token(self, split: str) -> float | None:
         """Return the average number of bytes of text per token of this split, if the text is known."""

@@ -1,9 +1,11 @@
 """Reads existing token files as documents of ids: nanoGPT's .bin, and Megatron's .bin with .idx."""
 
+import os
 import struct
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -38,26 +40,45 @@ def _nanogpt(path: Path, end_id: int) -> Iterator[tuple[Ids, int]]:
 
 def _megatron(path: Path, index: Path) -> Iterator[tuple[Ids, int]]:
     """Read sequences of any integer type; the index holds lengths, byte offsets and document boundaries."""
+    dtype, ends, bounds = _read_index(index)
+    ids = _mapped(path, dtype.str)
+    if ends[-1] > len(ids):
+        raise _mismatch(path, index)
+    for first, last in pairwise(bounds):
+        start, stop = int(ends[first]), int(ends[last])
+        if start < stop:
+            yield ids[start:stop], (stop - start) * dtype.itemsize
+
+
+def _read_index(index: Path) -> tuple[np.dtype[Any], Ids, Ids]:
+    """The type of the ids, where each sequence ends (after a 0), and the sequence with which each document starts."""
     header = struct.Struct("<QBQQ")
     with index.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
         head = file.read(len(MEGATRON_MAGIC) + header.size)
         if not head.startswith(MEGATRON_MAGIC) or len(head) < len(MEGATRON_MAGIC) + header.size:
             raise ContextReadyError(f"{index} is not a Megatron index (its first bytes are wrong).")
         version, code, sequences, documents = header.unpack(head[len(MEGATRON_MAGIC) :])
         if version != 1 or code not in MEGATRON_TYPES:
             raise ContextReadyError(f"{index} is not supported: it has version {version} and type {code}.")
+        if len(head) + sequences * (4 + 8) + documents * 8 > size:
+            raise _mismatch(index.with_suffix(".bin"), index)
         lengths = np.fromfile(file, "<i4", sequences)
         offsets = np.fromfile(file, "<i8", sequences)
         bounds = np.fromfile(file, "<i8", documents)
     dtype = np.dtype(MEGATRON_TYPES[code])
-    ids = _mapped(path, dtype.str)
-    if len(bounds) < documents or (sequences and offsets[-1] // dtype.itemsize + lengths[-1] > len(ids)):
-        raise ContextReadyError(f"{path} and {index} do not match: one of them is truncated. Copy both again.")
-    for first, last in pairwise(bounds):
-        if first == last:
-            continue
-        start, stop = offsets[first] // dtype.itemsize, offsets[last - 1] // dtype.itemsize + lengths[last - 1]
-        yield ids[start:stop], int(stop - start) * dtype.itemsize
+    ends = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, dtype=np.int64, out=ends[1:])
+    # Megatron writes the sequences one after the other, without gaps, and every document is a range of them.
+    if (lengths < 0).any() or not np.array_equal(offsets, ends[:-1] * dtype.itemsize):
+        raise ContextReadyError(f"{index} is damaged: its sequences do not follow each other. Copy it again.")
+    if len(bounds) and (bounds[0] < 0 or bounds[-1] > sequences or (bounds[1:] < bounds[:-1]).any()):
+        raise ContextReadyError(f"{index} is damaged: its documents are not ranges of its sequences. Copy it again.")
+    return dtype, ends, bounds
+
+
+def _mismatch(path: Path, index: Path) -> ContextReadyError:
+    return ContextReadyError(f"{path} and {index} do not match: one of them is truncated. Copy both again.")
 
 
 def _mapped(path: Path, dtype: str) -> Ids:

@@ -2,23 +2,34 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from contextready.errors import ContextReadyError
+from contextready.formats.json_file import read_json
+from contextready.formats.limits import check_memory
+from contextready.formats.tokenizer_json import LARGEST_VOCABULARY, check_tokenizer_json, read_tokenizer_json
 
 FILE = "tokenizer.json"
 END = "<|endoftext|>"
 KNOWN_ENDS = (END, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>", "[SEP]")
+LARGEST_SETTINGS = 16 << 20
+"""Bytes of the largest tokenizer_config.json that is read; some list thousands of tokens."""
+ENCODING_BYTES = 200
+"""Bytes of memory that encoding takes per byte of text (measured: 140 to 175)."""
 
 
 class Tokenizer:
     """Converts text to ids and back; one of its tokens marks the end of a document."""
 
-    def __init__(self, inner: Any, end: str | None = None) -> None:
-        """Wrap a `tokenizers.Tokenizer`; `end` names its end token (default: the first of the usual names it has)."""
-        self.inner = inner
+    def __init__(self, inner: Any, end: str | None = None, where: str = "This tokenizer") -> None:
+        """Wrap a `tokenizers.Tokenizer`; `end` names its end token (default: the first of the usual names it has).
+
+        `where` names the tokenizer in error messages.
+        """
+        self.inner, self._where = inner, where
         # The file may ask for padding or truncation; a corpus needs neither.
         inner.no_padding()
         inner.no_truncation()
@@ -30,6 +41,11 @@ class Tokenizer:
             raise ContextReadyError(f"This tokenizer has {missing}; name the one that ends documents with --end-token.")
         self.end_id: int = inner.token_to_id(self.end)
         self.vocab_size: int = max(inner.get_vocab(with_added_tokens=True).values()) + 1
+        if self.vocab_size > LARGEST_VOCABULARY:
+            raise ContextReadyError(
+                f"{where} has ids of up to {self.vocab_size - 1:,}, but at most {LARGEST_VOCABULARY - 1:,} are "
+                "supported; use another tokenizer."
+            )
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -37,9 +53,13 @@ class Tokenizer:
         from tokenizers import Tokenizer as Inner
         from tokenizers import decoders, models, pre_tokenizers, trainers
 
-        if not 257 <= vocab_size <= 2**31:
+        if vocab_size < 257:
             raise ContextReadyError(
                 f"The vocabulary size must be at least 257 (256 bytes and the end token), but got {vocab_size}."
+            )
+        if vocab_size > LARGEST_VOCABULARY:
+            raise ContextReadyError(
+                f"The vocabulary size must be at most {LARGEST_VOCABULARY:,}, but got {vocab_size}."
             )
         inner = Inner(models.BPE())
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -56,21 +76,30 @@ class Tokenizer:
     @classmethod
     def load(cls, path: Path, end: str | None = None) -> "Tokenizer":
         """Load a tokenizer.json, or the one in a folder (a Hugging Face model, a checkpoint, prepared data)."""
-        from tokenizers import Tokenizer as Inner
-
         file = path / FILE if path.is_dir() else path
         if not file.is_file():
             raise ContextReadyError(f"There is no tokenizer at {file}; give a tokenizer.json or a folder with one.")
-        try:
-            inner = Inner.from_file(str(file))
-        except Exception as error:  # tokenizers raises bare Exception
-            raise ContextReadyError(f"{file} is not a tokenizer: {error}.") from None
-        return cls(inner, end or _end_from_config(file.parent))
+        return cls._build(read_tokenizer_json(file), str(file), end or _end_from_config(file.parent))
+
+    @classmethod
+    def parse(cls, text: str, where: str, end: str | None = None) -> "Tokenizer":
+        """Build a tokenizer from the text of a tokenizer.json; `where` names its origin in error messages."""
+        check_tokenizer_json(text, where)
+        return cls._build(text, where, end)
+
+    @classmethod
+    def _build(cls, checked: str, where: str, end: str | None) -> "Tokenizer":
+        from tokenizers import Tokenizer as Inner
+
+        with _native(f"{where} is not a tokenizer"):
+            inner = Inner.from_str(checked)
+        return cls(inner, end, where)
 
     @property
     def sha256(self) -> str:
         """A hash that identifies this tokenizer."""
-        return hashlib.sha256(self.inner.to_str().encode()).hexdigest()
+        with _native(f"{self._where} cannot be written"):
+            return hashlib.sha256(self.inner.to_str().encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json, and a tokenizer_config.json that names the end token for Hugging Face."""
@@ -81,21 +110,53 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, without special tokens; uses all cores."""
-        return [encoding.ids for encoding in self.inner.encode_batch_fast(texts, add_special_tokens=False)]
+        size = sum(_utf8_size(text) for text in texts)
+        check_memory(ENCODING_BYTES * size, f"Tokenizing {size / 1e6:,.0f} MB of text at once", "use shorter texts.")
+        with _native(f"{self._where} cannot encode this text"):
+            return [encoding.ids for encoding in self.inner.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of these ids, including any end tokens."""
-        text: str = self.inner.decode(ids, skip_special_tokens=False)
+        with _native(f"{self._where} cannot decode these ids"):
+            text: str = self.inner.decode(ids, skip_special_tokens=False)
         return text
+
+
+def _utf8_size(text: str) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        raise ContextReadyError(
+            "The text contains half of a surrogate pair, which is not a valid character; it must be UTF-8."
+        ) from None
 
 
 def _end_from_config(folder: Path) -> str | None:
     """Return the end token that a Hugging Face tokenizer_config.json names, if any."""
     path = folder / "tokenizer_config.json"
-    if not path.is_file():
+    if not path.exists():
         return None
+    settings = read_json(path, LARGEST_SETTINGS)
+    named = settings.get("eos_token") if isinstance(settings, dict) else None
+    named = named.get("content") if isinstance(named, dict) else named
+    if named is not None and not isinstance(named, str):
+        raise ContextReadyError(f"{path} has an eos_token that is not a string; correct it, or pass --end-token.")
+    return named
+
+
+@contextmanager
+def _native(failure: str) -> Iterator[None]:
+    """Report errors of the native library in a sentence that starts with `failure`."""
     try:
-        named = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError):
-        return None
-    return named.get("content") if isinstance(named, dict) else named
+        yield
+    except Exception as error:  # the library raises bare Exceptions
+        raise ContextReadyError(f"{failure}: {_one_line(error)}.") from None
+    except BaseException as error:
+        # A panic in Rust is not even an Exception, and its class cannot be imported.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ContextReadyError(f"{failure}: {_one_line(error)}.") from None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300].rstrip(".")

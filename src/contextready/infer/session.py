@@ -4,9 +4,19 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from contextready.errors import ContextReadyError
+from contextready.formats.json_file import parse_json
+from contextready.formats.record import read_record
 from contextready.model.state import State
+
+
+@dataclass(frozen=True)
+class SessionNote:
+    """The note of a state that makes it a session."""
+
+    newest: list[Annotated[int, range(1 << 31)]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,10 +51,11 @@ class Session:
         """Read a session that `save` wrote."""
         state, note = State.load_with_note(path)
         try:
-            newest = [int(token) for token in json.loads(note)["newest"]]
-            if not newest:
-                raise ValueError("no token")
-        except (ValueError, KeyError, TypeError):
+            newest = read_record(SessionNote, parse_json(note, "the note"), "the note").newest
+            # The state has read all of them except the last.
+            if not 1 <= len(newest) <= state.position + 1:
+                raise ContextReadyError("the note does not match the state")
+        except ContextReadyError:
             raise ContextReadyError(
                 f"{path} is a state but not a session; create one with crt generate --save-state."
             ) from None

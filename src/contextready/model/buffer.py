@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contextready.errors import ContextReadyError
+from contextready.formats.limits import check_memory
 from contextready.model.attention import KV, Attend
 from contextready.model.cache import KVCache
 from contextready.model.checks import check_shape
@@ -54,6 +55,9 @@ class KVBuffer:
         """Create an empty buffer with the dtype and device of `like`."""
         if batch_size < 1 or capacity < 1:
             raise ContextReadyError(f"batch_size and capacity must be at least 1, but got {batch_size} and {capacity}.")
+        if like.device.type == "cpu":
+            size = 2 * layers * batch_size * capacity * heads * head_size * like.dtype.itemsize
+            check_memory(size, f"The cache of {batch_size} rows with {capacity:,} positions", "lower one of them.")
         # Zeros rather than uninitialized memory, because a masked slot has weight 0 and 0 × NaN is NaN.
         shape = (batch_size, capacity, heads, head_size)
         kvs = tuple((like.new_zeros(shape), like.new_zeros(shape)) for _ in range(layers))
@@ -100,6 +104,9 @@ class KVBuffer:
                 f"The state must have one row, but has {cache.batch_size}; select one of them first."
             )
         check_shape(cache.shape, (len(self.layers), *self.layers[0][0].shape[2:], self.window))
+        theirs, ours = cache.layers[0][0].dtype, self.layers[0][0].dtype
+        if theirs != ours:
+            raise ContextReadyError(f"The state has numbers of type {theirs}, but the engine computes in {ours}.")
         count = min(cache.length, self.capacity)
         if count < cache.needed:
             raise ContextReadyError(

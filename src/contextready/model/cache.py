@@ -1,16 +1,55 @@
 """The key-value cache of a transformer: an immutable value, never changed in place."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from contextready.errors import ContextReadyError
+from contextready.formats.record import read_record
 from contextready.model.attention import KV, Attend, causal_mask
 from contextready.model.checks import check_rows, check_shape
 from contextready.model.config import TransformerConfig
+
+LONGEST = 1 << 48
+"""Positions and windows in files are shorter than this."""
+
+
+@dataclass(frozen=True)
+class CacheRecord:
+    """What a file says about a cache besides its tensors."""
+
+    layers: Annotated[int, range(1, 1 << 20)]
+    position: Annotated[int, range(LONGEST)]
+    window: Annotated[int, range(1, LONGEST)] | None
+    keep: Annotated[int, range(LONGEST)] | None
+
+    @property
+    def needed(self) -> int:
+        """The number of positions that the next token attends to."""
+        return self.position if self.window is None else min(self.position, self.window - 1)
+
+    def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise an error unless tensors of these names and shapes are a cache that this record describes."""
+        # The number is compared first, so that a record of many layers costs nothing.
+        names = (
+            {f"{i}.{name}" for i in range(self.layers) for name in "kv"} if len(shapes) == 2 * self.layers else set()
+        )
+        if shapes.keys() != names:
+            raise ContextReadyError(f"its tensors are not the keys and values of {self.layers} layers")
+        # Heads and head sizes may differ between layers, and between keys and values.
+        if any(len(shape) != 4 or 0 in (shape[0], shape[1], shape[3]) for shape in shapes.values()):
+            raise ContextReadyError("its keys and values do not have four dimensions")
+        rows, held = shapes["0.k"][0], shapes["0.k"][2]
+        if {(shape[0], shape[2]) for shape in shapes.values()} != {(rows, held)}:
+            raise ContextReadyError("its keys and values do not match each other")
+        # Without a window everything is kept, and with one at least what the next token attends to.
+        is_kept = self.keep is None if self.window is None else self.keep is not None and self.keep >= self.window - 1
+        most = self.position if self.keep is None else min(self.position, self.keep)
+        if not is_kept or not self.needed <= held <= most:
+            raise ContextReadyError(f"it holds {held} positions, which does not match its position and window")
 
 
 class Cache(Protocol):
@@ -99,8 +138,10 @@ class KVCache:
     @property
     def shape(self) -> tuple[int | None, ...]:
         """Layers, heads, head size and window, which must match the model's."""
-        k_BHSE = self.layers[0][0]
-        return len(self.layers), k_BHSE.shape[1], k_BHSE.shape[3], self.window
+        sizes = {(tensor.shape[1], tensor.shape[3]) for kv in self.layers for tensor in kv}
+        # Layers of different sizes match no native model.
+        heads, head_size = sizes.pop() if len(sizes) == 1 else (None, None)
+        return len(self.layers), heads, head_size, self.window
 
     def attend(self, config: TransformerConfig, x_BTC: Tensor) -> "AfterCache":
         """Return the attention for the next tokens."""
@@ -152,27 +193,20 @@ class KVCache:
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return everything needed to rebuild the cache: tensors by name, and plain JSON values."""
         tensors = {f"{i}.{name}": t for i, kv in enumerate(self.layers) for name, t in zip("kv", kv, strict=True)}
-        meta = {
-            "layers": len(self.layers),
-            "position": self.position,
-            "window": self.window,
-            "keep": self.keep,
-        }
-        return tensors, meta
+        return tensors, asdict(CacheRecord(len(self.layers), self.position, self.window, self.keep))
+
+    @staticmethod
+    def read_record(meta: Any, shapes: Mapping[str, tuple[int, ...]], where: str) -> CacheRecord:
+        """Check the plain values of `to_tensors`, and whether tensors of these names and shapes belong to them."""
+        record = read_record(CacheRecord, meta, where)
+        record.check_shapes(shapes)
+        return record
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> "KVCache":
-        """Rebuild a cache from the result of `to_tensors`; raises ValueError for anything else."""
-        layers = tuple((tensors[f"{i}.k"], tensors[f"{i}.v"]) for i in range(meta["layers"]))
-        cache = cls(layers, int(meta["position"]), meta["window"], meta["keep"])
-        limits = [limit for limit in (cache.window, cache.keep) if limit is not None]
-        if (
-            len({(tensor.shape[0], tensor.shape[2]) for kv in layers for tensor in kv}) != 1
-            or not all(isinstance(limit, int) for limit in limits)
-            or not cache.needed <= cache.length <= min([cache.position, *limits[-1:]])
-        ):
-            raise ValueError("its keys and values do not match")
-        return cache
+    def from_tensors(cls, tensors: Mapping[str, Tensor], record: CacheRecord) -> "KVCache":
+        """Rebuild a cache from tensors whose shapes have been checked."""
+        layers = tuple((tensors[f"{i}.k"], tensors[f"{i}.v"]) for i in range(record.layers))
+        return cls(layers, record.position, record.window, record.keep)
 
     def to(self, device: torch.device) -> "KVCache":
         """Return the cache on another device."""

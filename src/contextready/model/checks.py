@@ -4,6 +4,10 @@ import torch
 from torch import Tensor
 
 from contextready.errors import ContextReadyError
+from contextready.formats.limits import shown
+
+MOST_PASSES = 100_000
+"""The largest number of passes. A sequence is exact after one more pass than it has tokens."""
 
 
 def check_tokens(tokens_BT: Tensor, device: torch.device | None = None) -> None:
@@ -29,9 +33,11 @@ def unknown_token(tokens_BT: Tensor, vocab_size: int) -> ContextReadyError:
 
 
 def check_passes(passes: int) -> None:
-    """Raise an error unless the number of passes is a whole number of at least 1."""
+    """Raise an error unless the number of passes is a whole number of at least 1, and not absurdly large."""
     if not hasattr(passes, "__index__") or passes < 1:
-        raise ContextReadyError(f"passes must be a whole number of at least 1, but got {passes}.")
+        raise ContextReadyError(f"passes must be a whole number of at least 1, but got {shown(passes)}.")
+    if passes > MOST_PASSES:
+        raise ContextReadyError(f"passes must be at most {MOST_PASSES:,}, but got {shown(passes)}.")
 
 
 def check_carried(carried_BRC: Tensor, e_BTC: Tensor) -> None:

@@ -1,9 +1,18 @@
-"""The configuration of a model, checked when it is created."""
+"""The configuration of a model, checked when it is created.
+
+The limits are far above any real model. They keep a wrong or hostile file from reaching tensors, lists and loops.
+"""
 
 from dataclasses import dataclass
 
 from contextready.errors import ContextReadyError
+from contextready.formats.limits import check_count, shown
 from contextready.model.correction import check_correction
+
+MOST = {"vocab_size": 2**31 - 1, "width": 2**20, "layers": 10**6, "heads": 2**20, "window": 2**31 - 1}
+"""The largest value of each size."""
+LARGEST_BASE = 1e18
+"""The largest base of the rotary frequencies, whose powers fit into any floating-point format."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +40,7 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "width", "layers", "heads"):
-            if getattr(self, name) < 1:
-                raise ContextReadyError(f"{name} must be at least 1, but got {getattr(self, name)}.")
+            check_count(name, getattr(self, name), 1, MOST[name])
         if self.width % self.heads:
             raise ContextReadyError(
                 f"width={self.width} is not divisible by heads={self.heads}; choose heads among the divisors of width."
@@ -44,12 +52,17 @@ class TransformerConfig:
             )
         if self.window is not None and self.window < 1:
             raise ContextReadyError(
-                f"window must be at least 1 (it includes the token itself) or none, but got {self.window}."
+                f"window must be at least 1 (it includes the token itself) or none, but got {shown(self.window)}."
             )
+        if self.window is not None:
+            check_count("window", self.window, 1, MOST["window"])
         if not 0.0 <= self.dropout < 1.0:
             raise ContextReadyError(f"dropout must be at least 0 and less than 1, but got {self.dropout}.")
-        if not self.rope_base > 1.0:
-            raise ContextReadyError(f"rope_base must be greater than 1 (usually 10000), but got {self.rope_base}.")
+        if not 1.0 < self.rope_base <= LARGEST_BASE:
+            raise ContextReadyError(
+                f"rope_base must be greater than 1 (usually 10000) and at most {LARGEST_BASE:g}, but got "
+                f"{self.rope_base:g}."
+            )
 
     @property
     def head_size(self) -> int:

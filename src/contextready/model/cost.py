@@ -1,14 +1,16 @@
-"""The cost of a model: multiply-accumulates, parameters and cache size, computed without allocating weights.
+"""The cost of a model: multiply-accumulates, parameters and cache size, computed from its configuration.
 
 The paper counts multiply-accumulates and calls them FLOPs; this module counts them too and calls them `macs`.
+No modules are built, so that the cost of any model, even one with a million layers, is known at once.
 """
 
 from dataclasses import dataclass
 
 import torch
 
+from contextready.formats.limits import check_memory
 from contextready.model.config import ModelConfig
-from contextready.model.context_ready import build_model
+from contextready.model.correction import find_correction
 from contextready.model.macs import attention_macs, attention_macs_of, block_macs, correction_macs
 
 
@@ -65,15 +67,54 @@ class Account:
 
 
 def account(config: ModelConfig) -> Account:
-    """Compute a model's cost from its configuration, on the meta device."""
-    with torch.device("meta"):
-        model = build_model(config)
+    """Compute a model's cost from its configuration."""
+    c, own = config, correction_parameters(config)
+    embedding = c.vocab_size * c.width
     return Account(
-        config=config,
-        macs_blocks=block_macs(config),
-        macs_correction=correction_macs(config.correction, config.width),
-        macs_head=config.vocab_size * config.width,
-        parameters=sum(p.numel() for p in model.parameters()),
-        embedding_parameters=config.vocab_size * config.width,
-        correction_parameters=sum(p.numel() for p in model.correction.parameters()),
+        config=c,
+        macs_blocks=block_macs(c),
+        macs_correction=correction_macs(c.correction, c.width),
+        macs_head=embedding,
+        parameters=2 * embedding + block_parameters(c) + _norm(c.width, c.bias) + own,
+        embedding_parameters=embedding,
+        correction_parameters=own,
     )
+
+
+def block_parameters(config: ModelConfig) -> int:
+    """Number of weights of all blocks, including the extra FFN with its norm."""
+    C, bias = config.width, config.bias
+    attention = _norm(C, bias) + _linear(C, 3 * C, bias) + _linear(C, C, bias)
+    ffn = _norm(C, bias) + _ffn(C, C, bias)
+    return config.layers * (attention + ffn) + (ffn if config.extra_ffn else 0)
+
+
+def correction_parameters(config: ModelConfig) -> int:
+    """Number of weights of the correction alone; those that it shares with the last block are the block's."""
+    parts, C, bias = find_correction(config.correction).parts, config.width, config.bias
+    norms = sum(_norm(size * C, bias) for size in parts.norms.values())
+    return norms + (_ffn(parts.network_inputs * C, C, bias) if parts.has_network else 0)
+
+
+def check_model_memory(config: ModelConfig, dtype: torch.dtype | None = None) -> None:
+    """Refuse a model whose weights alone are larger than the machine's memory, before any of them is allocated.
+
+    This applies to weights in the main memory only: not on the meta device, nor to fake tensors, nor on a GPU.
+    """
+    probe = torch.empty(0, dtype=dtype)
+    if probe.device.type == "cpu" and type(probe) is torch.Tensor:
+        number = account(config).parameters
+        what = f"A model with {number:,} parameters (width={config.width}, layers={config.layers})"
+        check_memory(number * probe.dtype.itemsize, what, "choose a smaller width, vocab_size or number of layers.")
+
+
+def _linear(inputs: int, outputs: int, bias: bool) -> int:
+    return (inputs + bias) * outputs
+
+
+def _norm(width: int, bias: bool) -> int:
+    return (1 + bias) * width
+
+
+def _ffn(inputs: int, width: int, bias: bool) -> int:
+    return _linear(inputs, 4 * width, bias) + _linear(4 * width, width, bias)

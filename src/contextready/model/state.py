@@ -4,15 +4,31 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from contextready.errors import ContextReadyError
 from contextready.files import staged_file
-from contextready.model.cache import Cache, KVCache
+from contextready.formats.json_file import parse_json
+from contextready.formats.limits import shown
+from contextready.formats.record import Matches, read_record
+from contextready.formats.safetensors_file import FLOATS, Header, load_tensors, read_header, save_tensors
+from contextready.model.cache import Cache, CacheRecord, KVCache
 
 FORMAT = "contextready-state-1"
+
+
+@dataclass(frozen=True)
+class StateRecord:
+    """The metadata of a saved state; safetensors stores text only."""
+
+    format: str
+    history: Annotated[str, Matches("[0-9]{1,14}", "a whole number")]
+    cache: str
+    """JSON with the fields of a `CacheRecord`."""
+    note: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,14 +105,11 @@ class State:
 
     def save(self, path: str | Path, note: str = "") -> None:
         """Save the state and a note to a safetensors file; an existing file is replaced only by a complete one."""
-        from safetensors.torch import save_file
-
         tensors, meta = self.cache.to_tensors()
-        tensors = {f"cache.{name}": tensor.contiguous() for name, tensor in tensors.items()}
-        tensors["carried"] = self.carried_BRC.contiguous()
+        tensors = {f"cache.{name}": tensor for name, tensor in tensors.items()} | {"carried": self.carried_BRC}
         header = {"format": FORMAT, "history": str(self.history), "cache": json.dumps(meta), "note": note}
         with staged_file(Path(path)) as staging:
-            save_file(tensors, staging, metadata=header)
+            save_tensors(staging, tensors, header)
 
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu") -> "State":
@@ -106,34 +119,42 @@ class State:
     @classmethod
     def load_with_note(cls, path: str | Path, device: str | torch.device = "cpu") -> tuple["State", str]:
         """Load a state and the note that was saved with it."""
-        from safetensors import SafetensorError, safe_open
-
         try:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:
             raise ContextReadyError(f"The device '{device}' is not available: {error}.") from None
+        path = Path(path)
+        if not path.exists():
+            raise ContextReadyError(f"There is no state file at {path}.")
+        header = read_header(path)
+        found = header.metadata.get("format", "unknown")
+        if found != FORMAT:
+            raise ContextReadyError(f"{path} is not a saved state: its format is {shown(found)} instead of {FORMAT}.")
         try:
-            with safe_open(path, framework="pt") as file:
-                header = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except FileNotFoundError:
-            raise ContextReadyError(f"There is no state file at {path}.") from None
-        except (SafetensorError, OSError) as error:
-            raise ContextReadyError(
-                f"{path} is not a complete safetensors file ({error}); save the state again."
-            ) from None
-        if header.get("format") != FORMAT:
-            raise ContextReadyError(
-                f"{path} is not a saved state: its format is {header.get('format', 'unknown')} instead of {FORMAT}."
-            )
-        try:
-            kv = {name.removeprefix("cache."): t for name, t in tensors.items() if name.startswith("cache.")}
-            cache, carried_BRC = KVCache.from_tensors(kv, json.loads(header["cache"])), tensors["carried"]
-            history = int(header["history"])
-            B, R, _ = carried_BRC.shape
-            if cache.batch_size != B or not 1 <= R <= history + 1:
-                raise ValueError("its parts do not match")
-        except (KeyError, ValueError, TypeError, IndexError) as error:
-            raise ContextReadyError(f"The state at {path} is damaged ({error}); save it again.") from None
-        state = cls(cache.to(torch.device(device)), carried_BRC.to(device), history)
-        return state, header.get("note", "")
+            record, of_cache = _read_record(header)
+        except ContextReadyError as error:
+            reason = str(error).rstrip(".")
+            raise ContextReadyError(f"The state at {path} is damaged ({reason}); save it again.") from None
+        tensors = load_tensors(path, {name: info.shape for name, info in header.tensors.items()})
+        kv = {name.removeprefix("cache."): tensor for name, tensor in tensors.items() if name != "carried"}
+        cache = KVCache.from_tensors(kv, of_cache)
+        state = cls(cache.to(torch.device(device)), tensors["carried"].to(device), int(record.history))
+        return state, record.note
+
+
+def _read_record(header: Header) -> tuple[StateRecord, CacheRecord]:
+    """Check everything that a file says about a state, before its tensors are loaded."""
+    record = read_record(StateRecord, header.metadata, "its header")
+    shapes = {name: info.shape for name, info in header.tensors.items()}
+    carried = shapes.pop("carried", ())
+    if not all(name.startswith("cache.") for name in shapes):
+        raise ContextReadyError("it holds tensors that are not part of a state")
+    kv = {name.removeprefix("cache."): shape for name, shape in shapes.items()}
+    of_cache = KVCache.read_record(parse_json(record.cache, "its cache"), kv, "its cache")
+    rows = kv["0.k"][0]
+    if len(carried) != 3 or carried[0] != rows or not 1 <= carried[1] <= int(record.history) + 1 or carried[2] < 1:
+        raise ContextReadyError("its parts do not match")
+    types = {info.dtype for info in header.tensors.values()}
+    if len(types) != 1 or not types <= set(FLOATS):
+        raise ContextReadyError("its tensors do not have one floating-point type")
+    return record, of_cache

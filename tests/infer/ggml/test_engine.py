@@ -292,7 +292,12 @@ def test_every_bad_call_is_a_sentence(tmp_path):
         ({"rows": 0}, "rows must be at least 1, but got 0"),
         ({"threads": 0}, "threads must be at least 1, but got 0"),
         ({"capacity": 0}, "capacity must be at least 1, but got 0"),
-        ({"capacity": 10**15}, "not enough memory for 1 rows of 1,000,000,000,000,000 tokens"),
+        ({"capacity": 10**15}, "capacity must be at most 2,147,483,648, but got a number with more than 15 digits"),
+        ({"capacity": 2**31}, r"1 row of 2,147,483,648 tokens would take 420\.9 GB, but .*; use a smaller --context"),
+        ({"rows": 10**8}, "rows must be at most 65,536, but got 100000000"),
+        ({"rows": 2**16, "capacity": 2**20}, r"65536 rows of 1,048,576 tokens would take .*; use a smaller --context"),
+        ({"threads": -1}, "threads must be at least 1, but got -1"),
+        ({"threads": 100_000}, r"threads must be at most \d+, but got 100000"),
     ):
         with pytest.raises(ContextReadyError, match=sentence):
             GgmlEngine(path, **changes)

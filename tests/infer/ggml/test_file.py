@@ -1,4 +1,5 @@
 import errno
+import json
 
 import numpy as np
 import pytest
@@ -113,7 +114,7 @@ def test_files_that_are_no_whole_export_are_a_sentence(tmp_path, monkeypatch):
 
     refused("no exported model at")
     bad.mkdir()
-    refused("cannot be read")
+    refused("is not a regular file")
     bad.rmdir()
     for contents in (b"", b"GG", b"something else entirely"):
         bad.write_bytes(contents)
@@ -129,46 +130,122 @@ def test_files_that_are_no_whole_export_are_a_sentence(tmp_path, monkeypatch):
     refused("has format version 2, but")
 
 
-def test_files_with_the_wrong_contents_are_a_sentence(tmp_path, monkeypatch):
+SIZES = {"format": 1, "context_length": 8, "vocab_size": 5, "embedding_length": 4, "block_count": 1}
+FIELDS = [("uint32", name, value) for name, value in (SIZES | {"attention.head_count": 2}).items()]
+FIELDS += [("bool", name, False) for name in ("extra_ffn", "bias", "correction_bias")]
+FIELDS += [("float64", "rope.freq_base", 10_000.0), ("string", "correction", "block_head")]
+SHAPES = dict(gguf_file.ExportedConfig(5, 4, 1, 2, correction="block_head").tensors())
+GOOD = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
+
+
+def changed(name, type, value):
+    return [field for field in FIELDS if field[1] != name] + [(type, name, value)]
+
+
+def write(path, fields, tensors, architecture="contextready", others=()):
+    writer = gguf.GGUFWriter(path, architecture)
+    for add, name, value in fields:
+        getattr(writer, f"add_{add}")(f"{architecture}.{name}", value)
+    for add, name, value in others:
+        getattr(writer, f"add_{add}")(name, value)
+    for name, array in tensors.items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_files_with_the_wrong_contents_are_a_sentence(tmp_path):
     bad = tmp_path / "bad.gguf"
-
-    def write(fields, tensors, architecture="contextready"):
-        writer = gguf.GGUFWriter(bad, architecture)
-        for add, name, value in fields:
-            getattr(writer, f"add_{add}")(f"{architecture}.{name}", value)
-        for name, array in tensors.items():
-            writer.add_tensor(name, array)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-
-    sizes = {"format": 1, "context_length": 8, "vocab_size": 5, "embedding_length": 4, "block_count": 1}
-    fields = [("uint32", name, value) for name, value in (sizes | {"attention.head_count": 2}).items()]
-    fields += [("bool", name, False) for name in ("extra_ffn", "bias", "correction_bias")]
-    fields += [("float64", "rope.freq_base", 10_000.0), ("string", "correction", "block_head")]
-    shapes = dict(gguf_file.ExportedConfig(5, 4, 1, 2, correction="block_head").tensors())
-    good = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
-    write(fields, good)
+    write(bad, FIELDS, GOOD)
     assert GgmlEngine(bad, threads=1).step([1]).shape == (1, 5)
-
-    def changed(name, type, value):
-        return [field for field in fields if field[1] != name] + [(type, name, value)]
-
     for case, tensors, sentence in (
-        (fields, {n: a for n, a in good.items() if n != "final_norm.weight"}, "tensor final_norm.weight is missing"),
-        (fields, good | {"unembedding.weight": np.ones((4, 4), np.float32)}, r"has shape \(4, 4\) instead of \(5, 4\)"),
-        (fields, good | {"final_norm.weight": np.ones(4, np.float16)}, "final_norm.weight as f16, which cannot be run"),
-        (fields, good | {"unembedding.weight": np.ones((5, 4))}, "unembedding.weight as f64, which cannot be run"),
-        (fields[:2] + fields[3:], good, "the field 'contextready.vocab_size' is missing"),
-        (changed("embedding_length", "string", "four"), good, "sizes do not describe a model; export"),
-        (changed("attention.head_count", "uint32", 3), good, "sizes do not describe a model .*heads=3"),
-        (changed("correction", "string", "more"), good, "sizes do not describe a model .*Unknown correction 'more'"),
-        (changed("format", "uint32", 3), good, "has format version 3, but this version of contextready reads 1"),
+        (FIELDS, {n: a for n, a in GOOD.items() if n != "final_norm.weight"}, "tensor final_norm.weight is missing"),
+        (FIELDS, GOOD | {"unembedding.weight": np.ones((4, 4), np.float32)}, r"has shape \(4, 4\) instead of \(5, 4\)"),
+        (FIELDS, GOOD | {"final_norm.weight": np.ones(4, np.float16)}, "final_norm.weight as f16, which cannot be run"),
+        (FIELDS, GOOD | {"unembedding.weight": np.ones((5, 4))}, "unembedding.weight as f64, which cannot be run"),
+        (FIELDS[:2] + FIELDS[3:], GOOD, "the field 'contextready.vocab_size' is missing"),
+        (changed("embedding_length", "string", "four"), GOOD, "sizes do not describe a model; export"),
+        (changed("attention.head_count", "uint32", 3), GOOD, "sizes do not describe a model .*heads=3"),
+        (changed("correction", "string", "more"), GOOD, "sizes do not describe a model .*Unknown correction 'more'"),
+        (changed("format", "uint32", 3), GOOD, "has format version 3, but this version of contextready reads 1"),
     ):
-        write(case, tensors)
+        write(bad, case, tensors)
         with pytest.raises(ContextReadyError, match=sentence):
             GgmlEngine(bad)
-    write([("uint32", "block_count", 1)], good, "llama")
+    write(bad, [("uint32", "block_count", 1)], GOOD, "llama")
     with pytest.raises(ContextReadyError, match=r"another kind of model \(llama\)"):
         read_gguf(bad)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("layers.0.attn.qkv.bias", (12,)),
+        ("layers.0.attn.qkv.bias", (1, 1)),
+        ("final_norm.bias", (3,)),
+        ("correction.norm.bias", (4,)),
+        ("unembedding.bias", (5,)),
+        ("layers.1.attn_norm.weight", (4,)),
+        ("something else", (1, 1, 1, 1)),
+    ],
+)
+def test_a_tensor_that_the_configuration_does_not_name_is_refused(tmp_path, name, shape):
+    write(tmp_path / "bad.gguf", FIELDS, GOOD | {name: np.ones(shape, np.float32)})
+    with pytest.raises(ContextReadyError, match=f"its configuration has no tensor {name}; export it again"):
+        GgmlEngine(tmp_path / "bad.gguf")
+
+
+@pytest.mark.parametrize(
+    ("name", "type", "value", "sentence"),
+    [
+        ("block_count", "uint32", 10**9, r"layers must be between 1 and \d+, but got 1000000000"),
+        ("block_count", "uint64", 2**63, r"layers must be between 1 and \d+, but got"),
+        ("block_count", "uint32", 0, "layers must be between 1 and"),
+        ("block_count", "bool", True, "sizes do not describe a model; export"),
+        ("embedding_length", "uint64", 2**40, "width must be at most"),
+        ("vocab_size", "uint32", 2**32 - 1, "vocab_size must be at most"),
+        ("vocab_size", "uint32", 2**30, "the tensor embedding.weight has shape"),
+        ("attention.head_count", "int32", -2, "heads must be at least 1, but got -2"),
+        ("attention.sliding_window", "uint64", 2**62, "window must be at most"),
+        ("context_length", "uint64", 2**62, "context_length must be between 1 and 2,147,483,648"),
+        ("context_length", "uint32", 0, "context_length must be between 1 and 2,147,483,648, but got 0"),
+        ("rope.freq_base", "float64", float("nan"), "rope_base must be greater than 1"),
+        ("rope.freq_base", "float64", float("inf"), "rope_base must be greater than 1"),
+    ],
+)
+def test_sizes_are_limited_before_anything_depends_on_them(tmp_path, name, type, value, sentence):
+    write(tmp_path / "bad.gguf", changed(name, type, value), GOOD)
+    with pytest.raises(ContextReadyError, match=sentence):
+        read_gguf(tmp_path / "bad.gguf")
+
+
+@pytest.mark.parametrize("name", ["context_length", "attention.sliding_window"])
+def test_a_state_larger_than_the_memory_is_refused(tmp_path, name):
+    write(tmp_path / "bad.gguf", changed(name, "uint32", 2**31 - 1), GOOD)
+    with pytest.raises(
+        ContextReadyError, match=r"1 row of 2,147,483,647 tokens would take .* GB, but this machine has"
+    ):
+        GgmlEngine(tmp_path / "bad.gguf")
+
+
+def test_the_tokenizer_of_a_file_is_checked(tmp_path):
+    bad, key = tmp_path / "bad.gguf", gguf_file.TOKENIZER_KEY
+    hostile = json.loads(Tokenizer.train(["some text"], 257).inner.to_str())
+    hostile["model"]["vocab"]["a"] = 2**31
+    for value, sentence in (
+        ("nothing", r"The tokenizer in .*bad\.gguf cannot be read as JSON"),
+        ("{}", r"The tokenizer in .*bad\.gguf is not a tokenizer: it has no model"),
+        (
+            json.dumps(hostile),
+            r"The tokenizer in .*bad\.gguf is not a tokenizer: the id of the token 'a' is 2,147,483,648",
+        ),
+    ):
+        write(bad, FIELDS, GOOD, others=[("string", key, value)])
+        with pytest.raises(ContextReadyError, match=sentence):
+            read_gguf(bad).tokenizer()
+    for name in (key, gguf_file.END_KEY):
+        write(bad, FIELDS, GOOD, others=[("uint32", name, 5)])
+        with pytest.raises(ContextReadyError, match="sizes do not describe a model; export"):
+            read_gguf(bad)

@@ -10,9 +10,19 @@ import numpy as np
 
 from contextready.errors import ContextReadyError
 from contextready.extras import require
+from contextready.formats.limits import check_count, check_memory
 from contextready.infer.engine import Logits, check_capacity, check_ids, check_step
-from contextready.infer.ggml.file import Exported, read_gguf
-from contextready.infer.ggml.graph import Buffers, StepGraph, Weights, frequencies, inverse_angles
+from contextready.infer.ggml.file import LONGEST, Exported, ExportedConfig, read_gguf
+from contextready.infer.ggml.graph import (
+    FLOAT,
+    NODE_BYTES,
+    NODES_PER_ROW,
+    Buffers,
+    StepGraph,
+    Weights,
+    frequencies,
+    inverse_angles,
+)
 from contextready.model.macs import attention_macs_of, block_macs, correction_macs
 from contextready.solve.reading import ReadInfo
 
@@ -21,6 +31,8 @@ if TYPE_CHECKING:
 
 BUCKET = 256
 """The number of slots that attention covers is rounded up to a multiple of this, so a graph serves many steps."""
+MOST_ROWS = 1 << 16
+"""The largest number of rows."""
 GRAPHS = 16
 """Number of graphs kept for reuse."""
 
@@ -38,9 +50,10 @@ class GgmlEngine:
     def __init__(
         self, path: str | Path, rows: int = 1, capacity: int | None = None, threads: int | None = None
     ) -> None:
-        for name, value in (("rows", rows), ("capacity", capacity), ("threads", threads)):
-            if value is not None and value < 1:
-                raise ContextReadyError(f"{name} must be at least 1, but got {value}.")
+        for name, value, most in (("rows", rows, MOST_ROWS), ("capacity", capacity, LONGEST)):
+            if value is not None:
+                check_count(name, value, 1, most)
+        check_threads("threads", threads)
         self.exported: Exported = read_gguf(path)
         self.config = c = self.exported.config
         self.rows, self.vocab_size = rows, c.vocab_size
@@ -49,11 +62,13 @@ class GgmlEngine:
         self._ggml = require("ggml", "ggml")
         self._ggml.ggml_cpu_init()
         self._slots = self.capacity or c.window or 1
+        what = f"{rows} {'rows' if rows > 1 else 'row'} of {self._slots:,} tokens"
+        check_memory(state_bytes(c, rows, self._slots), what, "use a smaller --context or fewer --samples.")
         try:
             self._buffers = Buffers.empty(c, rows, self._slots)
         except MemoryError:
             raise ContextReadyError(
-                f"There is not enough memory for {rows} rows of {self._slots:,} tokens; use a smaller --context."
+                f"There is not enough memory for {what}; use a smaller --context or fewer --samples."
             ) from None
         self._before_RC = np.zeros((rows, c.width), np.float32)
         self._frequencies_E = frequencies(c)
@@ -223,6 +238,20 @@ class GgmlEngine:
         if state.batch_size != 1:
             raise ContextReadyError(f"This state has {state.batch_size} rows; select one of them.")
         check_capacity(self.capacity, state.position)
+
+
+def state_bytes(config: ExportedConfig, rows: int, slots: int) -> int:
+    """Bytes of memory for the rows of an engine: keys, values and masks, logits, and what describes a graph."""
+    c = config
+    row = FLOAT * (2 * c.layers * c.width + 1) * slots + FLOAT * c.vocab_size
+    return rows * (row + NODE_BYTES * NODES_PER_ROW * (c.layers + 2))
+
+
+def check_threads(name: str, threads: int | None) -> None:
+    """Refuse a number of threads that a computer cannot start; `name` is what the user calls it."""
+    if threads is not None:
+        # More threads than cores only wait for each other. ggml can start at most 512.
+        check_count(name, threads, 1, min(512, max(64, 4 * (os.cpu_count() or 1))))
 
 
 def _cores() -> int:

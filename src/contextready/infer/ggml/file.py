@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from contextready.errors import ContextReadyError, nearest
 from contextready.extras import require
 from contextready.files import staged_file
+from contextready.formats.gguf_file import GgufTensor, read_gguf_file
+from contextready.formats.limits import check_range, shown
 from contextready.model.config import TransformerConfig
 from contextready.model.correction import CORRECTIONS, NO_CORRECTION, find_correction
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 ARCHITECTURE = "contextready"
 FORMAT = 1
 TYPES = ("f32", "f16", "q8_0", "q4_0")
+LONGEST = 1 << 31
+"""The most tokens in a training sequence."""
 TOKENIZER_KEY = "tokenizer.huggingface.json"
 END_KEY = f"{ARCHITECTURE}.end_token"
 
@@ -96,15 +99,6 @@ FIELD_TYPES = {"extra_ffn": bool, "bias": bool, "correction_bias": bool, "rope_b
 
 
 @dataclass(frozen=True)
-class Weight:
-    """One tensor of a file, as a view of the memory map."""
-
-    type: str
-    shape: tuple[int, ...]
-    data: npt.NDArray[Any]
-
-
-@dataclass(frozen=True)
 class Exported:
     """An exported model: its configuration and its weights, which stay in the file until they are used."""
 
@@ -114,7 +108,7 @@ class Exported:
     """Number of tokens in a training sequence."""
     tokenizer_json: str | None
     end_token: str | None
-    weights: dict[str, Weight]
+    weights: dict[str, GgufTensor]
 
     @property
     def parameters(self) -> int:
@@ -138,11 +132,9 @@ class Exported:
                 f"{self.path} contains no tokenizer, so it cannot be used with text; export a run whose data has a "
                 "tokenizer."
             )
-        from tokenizers import Tokenizer as Inner
-
         from contextready.data.tokenizer import Tokenizer
 
-        return Tokenizer(Inner.from_str(self.tokenizer_json), self.end_token)
+        return Tokenizer.parse(self.tokenizer_json, f"The tokenizer in {self.path}", self.end_token)
 
 
 def write_gguf(
@@ -194,38 +186,27 @@ def check_type(type: str) -> None:
 
 def read_gguf(path: str | Path) -> Exported:
     """Open an exported model; its weights are memory-mapped, not read."""
-    gguf, path = require("gguf", "ggml"), Path(path)
-    try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-    except FileNotFoundError:
-        raise ContextReadyError(
-            f"There is no exported model at {path}. Export one with: crt export RUN {path}"
-        ) from None
-    except OSError as error:
-        raise ContextReadyError(f"{path} cannot be read: {error}.") from None
-    if magic != b"GGUF":
-        raise ContextReadyError(f"{path} is not a GGUF file; give a file written by crt export.")
-    try:
-        reader = gguf.GGUFReader(path)
-        fields = {name: field.contents() for name, field in reader.fields.items()}
-        weights = {t.name: Weight(t.tensor_type.name.lower(), _shape(t), t.data) for t in reader.tensors}
-    # The reader checks no bounds, so a truncated or modified file can raise any of these.
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, OSError):
-        raise ContextReadyError(f"{path} is damaged or incomplete; export or copy it again.") from None
+    path = Path(path)
+    if not path.exists():
+        raise ContextReadyError(f"There is no exported model at {path}. Export one with: crt export RUN {path}")
+    contents = read_gguf_file(path)
+    fields = contents.fields
     architecture = fields.get("general.architecture")
     if architecture != ARCHITECTURE:
         raise ContextReadyError(
-            f"{path} contains another kind of model ({architecture}); only files written by crt export can be run."
+            f"{path} contains another kind of model ({shown(architecture)}); only files written by crt export can be "
+            "run."
         )
     if fields.get(f"{ARCHITECTURE}.format") != FORMAT:
         raise ContextReadyError(
-            f"{path} has format version {fields.get(f'{ARCHITECTURE}.format')}, but this version of contextready reads "
-            f"{FORMAT}; export it again, or update contextready."
+            f"{path} has format version {shown(fields.get(f'{ARCHITECTURE}.format'))}, but this version of "
+            f"contextready reads {FORMAT}; export it again, or update contextready."
         )
-    config, trained_length = _read_fields(fields, path)
-    _check_weights(config, weights, path)
-    return Exported(path, config, trained_length, fields.get(TOKENIZER_KEY), fields.get(END_KEY), weights=weights)
+    config, trained_length = _read_fields(fields, len(contents.tensors), path)
+    _check_weights(config, contents.tensors, path)
+    return Exported(
+        path, config, trained_length, fields.get(TOKENIZER_KEY), fields.get(END_KEY), weights=contents.tensors
+    )
 
 
 def _describe(model: "ContextReady") -> "tuple[ExportedConfig, dict[str, Tensor]]":
@@ -275,19 +256,22 @@ def _add_fields(writer: Any, config: ExportedConfig, trained_length: int, tokeni
         writer.add_string(END_KEY, tokenizer.end)
 
 
-def _read_fields(fields: dict[str, Any], path: Path) -> tuple[ExportedConfig, int]:
-    """Read the configuration and the trained length from a file's fields."""
+def _read_fields(fields: dict[str, Any], tensors: int, path: Path) -> tuple[ExportedConfig, int]:
+    """Read the configuration and the trained length from the fields of a file with this many tensors."""
     damaged = f"{path} is damaged: its sizes do not describe a model"
     try:
         known = {name: fields[f"{ARCHITECTURE}.{key}"] for name, key in FIELDS.items() if _stated(fields, name, key)}
         trained_length = fields[f"{ARCHITECTURE}.context_length"]
     except KeyError as error:
         raise ContextReadyError(f"{path} is damaged: the field {error} is missing; export it again.") from None
-    if not isinstance(trained_length, int) or not all(
-        isinstance(known[name], FIELD_TYPES.get(name, int)) for name in known
-    ):
+    texts = [fields[key] for key in (TOKENIZER_KEY, END_KEY) if key in fields]
+    right = all(type(known[name]) is FIELD_TYPES.get(name, int) for name in known)
+    if not right or type(trained_length) is not int or not all(type(text) is str for text in texts):
         raise ContextReadyError(f"{damaged}; export it again.")
     try:
+        # Every layer has tensors, so nothing that loops over the layers takes longer than the file is long.
+        check_range("layers", known["layers"], 1, tensors)
+        check_range("context_length", trained_length, 1, LONGEST)
         return ExportedConfig(**known), trained_length
     except ContextReadyError as error:
         raise ContextReadyError(f"{damaged} ({str(error).rstrip('.')}); export it again.") from None
@@ -298,9 +282,11 @@ def _stated(fields: dict[str, Any], name: str, key: str) -> bool:
     return name not in ("window", "correction") or f"{ARCHITECTURE}.{key}" in fields
 
 
-def _check_weights(config: ExportedConfig, weights: dict[str, Weight], path: Path) -> None:
-    """Refuse missing tensors, and tensors of a shape or type that the engine cannot run."""
+def _check_weights(config: ExportedConfig, weights: dict[str, GgufTensor], path: Path) -> None:
+    """Refuse missing and additional tensors, and tensors of a shape or type that the engine cannot run."""
+    expected = set()
     for name, shape in config.tensors():
+        expected.add(name)
         weight = weights.get(name)
         if weight is None:
             raise ContextReadyError(f"{path} is damaged: the tensor {name} is missing; export it again.")
@@ -313,11 +299,9 @@ def _check_weights(config: ExportedConfig, weights: dict[str, Weight], path: Pat
                 f"{path} contains {name} as {weight.type}, which cannot be run; export it again with one of the types "
                 f"{', '.join(TYPES)}."
             )
-
-
-def _shape(tensor: Any) -> tuple[int, ...]:
-    """Shape with rows first; GGUF lists the innermost dimension first."""
-    return tuple(int(size) for size in reversed(tensor.shape))
+    other = next((name for name in weights if name not in expected), None)
+    if other is not None:
+        raise ContextReadyError(f"{path} is damaged: its configuration has no tensor {shown(other)}; export it again.")
 
 
 def _type_of(gguf: Any, shape: tuple[int, ...], type: str) -> Any:

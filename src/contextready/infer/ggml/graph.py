@@ -24,6 +24,10 @@ NEOX = 2
 """ggml's mode for rotating the pairs (i, i + E/2)."""
 FLOAT = 4
 """Bytes of a float32."""
+NODES_PER_ROW = 4
+"""Nodes of a graph that every row adds to every layer."""
+NODE_BYTES = 512
+"""About how many bytes ggml needs to describe a node."""
 EPSILON = 1e-5
 """Epsilon of the layer norms, equal to torch's default."""
 
@@ -98,7 +102,7 @@ class StepGraph:
     ) -> None:
         self._ggml, self._config, self._weights = ggml, config, weights
         self._R, self._S = rows, slots
-        nodes = 64 + (40 + 4 * rows) * (config.layers + 2)
+        nodes = 64 + (40 + NODES_PER_ROW * rows) * (config.layers + 2)
         self._context = _context(ggml, nodes, ggml.ggml_graph_overhead_custom(nodes, False))
         allocator = _allocator(ggml)
         self.close = finalize(self, _free, ggml, allocator, self._context)
