@@ -87,4 +87,4 @@ def test_a_gguf_file_is_converted(tmp_path, tokenizer):
 def test_what_is_no_gguf_file_is_refused(tmp_path, capsys, content):
     (tmp_path / "x.gguf").write_bytes(content)
     assert "x.gguf" in refused_conversion(capsys, tmp_path, tmp_path / "x.gguf")
-    assert "There is no file" in refused_conversion(capsys, tmp_path, tmp_path / "y.gguf")
+    assert "does not exist" in refused_conversion(capsys, tmp_path, tmp_path / "y.gguf")

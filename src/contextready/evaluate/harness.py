@@ -91,7 +91,9 @@ def score(
         from lm_eval.models.huggingface import HFLM  # type: ignore[import-untyped]
         from lm_eval.tasks import TaskManager
 
-        lm = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
+        lm = HFLM(
+            pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size, trust_remote_code=False
+        )
         try:
             results = simple_evaluate(
                 lm,

@@ -22,9 +22,11 @@ class HFBackbone(nn.Module):
     def __init__(self, lm: Any, structure: Structure) -> None:
         super().__init__()
         self.lm, self.structure = lm, structure
+        self.tokenizer_settings: dict[str, str] | None = None
+        """Of the model that training started from; checkpoints keep them."""
         self._awaited: dict[int, Tensor | None] = {}
         try:
-            structure.last_block(lm).register_forward_hook(self._catch)
+            self._hook = structure.last_block(lm).register_forward_hook(self._catch)
             for name in structure.head:
                 lm.get_submodule(name)
         except (AttributeError, IndexError, AssertionError):
@@ -33,6 +35,10 @@ class HFBackbone(nn.Module):
                 f"{', '.join(structure.head)}); convert the original model again with this version of transformers."
             ) from None
         self._positions = "position_ids" in inspect.signature(lm.base_model.forward).parameters
+
+    def unhook(self) -> None:
+        """Leave the model as it was before; this object can no longer be used."""
+        self._hook.remove()
 
     @property
     def width(self) -> int:

@@ -11,6 +11,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from contextready.hf.configuration import BaseTransformerConfig
 from contextready.hf.saving import SavesItsCode
+from contextready.hf.unsupported import WithoutContinuousBatching
 from contextready.model.attention import KV, Attend
 from contextready.model.config import TransformerConfig
 from contextready.model.transformer import FFN, Transformer
@@ -79,7 +80,12 @@ class BaseTransformerModel(BaseTransformerPreTrained):
         return BaseModelOutputWithPast(self.native.final_norm(z_BTC), past_key_values)
 
 
-class BaseTransformerForCausalLM(SavesItsCode, BaseTransformerPreTrained, GenerationMixin):  # type: ignore[misc]
+class BaseTransformerForCausalLM(
+    SavesItsCode,
+    WithoutContinuousBatching,
+    BaseTransformerPreTrained,
+    GenerationMixin,  # type: ignore[misc]
+):
     """The paper's "roformer" baseline with a language-modelling head."""
 
     def __init__(self, config: BaseTransformerConfig) -> None:

@@ -140,8 +140,19 @@ class ContextReadyConfig(PretrainedConfig):  # type: ignore[misc]
         """The configuration of the wrapped model itself, because masks and caches are created from it."""
         return self.base_config.get_text_config(*args, **kwargs)
 
+    def _get_generation_parameters(self) -> dict[str, Any]:
+        # Some families declare settings of generation as their own; those are not this configuration's.
+        found: dict[str, Any] = self.base_config._get_generation_parameters()
+        return found
+
     def __getattr__(self, name: str) -> Any:
         # Sizes (vocab_size, hidden_size, num_hidden_layers, …) are those of the wrapped model.
         if name.startswith("_") or name == "base_config" or "base_config" not in self.__dict__:
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
-        return getattr(self.base_config, name)
+        try:
+            return getattr(self.base_config, name)
+        except AttributeError:
+            raise
+        except Exception as error:
+            # Raised for sizes that vary from layer to layer, which callers then treat as missing.
+            raise AttributeError(str(error)) from None

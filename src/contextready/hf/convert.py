@@ -6,8 +6,6 @@ from math import exp
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from contextready.data.tokenizer import FILE
 from contextready.errors import ContextReadyError
 from contextready.files import staged_folder
@@ -16,14 +14,12 @@ from contextready.hf.finetune import cost
 from contextready.hf.load import load_lm, load_tokenizer, quiet
 from contextready.hf.modeling import BaseTransformerForCausalLM, ContextReadyForCausalLM
 from contextready.hf.native import from_native, to_native
+from contextready.hf.structure import PROOF
 from contextready.model.checks import check_passes
 from contextready.model.config import ModelConfig
 from contextready.model.correction import CORRECTIONS, check_correction, find_correction
 from contextready.runs.checkpoint import open_checkpoint
 from contextready.runs.models import is_pretrained
-
-PROOF = 16
-"""Tokens on which the converted model's logits are compared with the original's."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,13 @@ class Conversion:
 
 
 def convert(
-    source: str, out: Path, *, correction: str = "add", bias: bool = False, passes: int = 5, best: bool = False
+    source: str,
+    out: Path,
+    *,
+    correction: str = "add",
+    bias: bool = False,
+    passes: int = 5,
+    best: bool = False,
 ) -> Conversion:
     """Convert any model and write the result to OUT.
 
@@ -134,15 +136,12 @@ def convert(
 def _from_pretrained(source: str, lm: Any, out: Path, settings: dict[str, Any]) -> Conversion:
     # The card names a model on the Hub, but never a local path.
     base = source if not Path(source).exists() else None
-    tokens_1T = torch.arange(PROOF)[None] % lm.config.get_text_config().vocab_size
-    with torch.no_grad():
-        before_1TV = lm(tokens_1T).logits
-        model = ContextReadyForCausalLM.wrap(lm, **settings)
-        if not torch.equal(model(tokens_1T).logits, before_1TV):
-            raise ContextReadyError(
-                f"{source} cannot be converted: its logits changed, although the correction is zero. Nothing was "
-                "written."
-            )
+    if lm.is_remote_code():
+        raise ContextReadyError(
+            f"{source} cannot be converted: only its own code defines {type(lm).__name__}, and the converted model "
+            "would need that code again. Evaluate or run the original with crt eval or crt generate."
+        )
+    model = ContextReadyForCausalLM.wrap(lm, **settings)
     costs = count_costs(model)
     measured = {"Before training": f"identical logits to {base or 'the original model'}, checked on {PROOF} tokens."}
     _write(out, model, load_tokenizer(source), base, costs.rows(), measured=measured)

@@ -8,9 +8,13 @@ from torch import nn
 from contextready.errors import ContextReadyError
 from contextready.extras import require
 from contextready.hf.backbone import HFBackbone
-from contextready.hf.load import load_lm
+from contextready.hf.load import first_line, load_lm, quiet
 from contextready.hf.modeling import ContextReadyForCausalLM
-from contextready.hf.structure import Structure, find_structure
+from contextready.hf.proof import verified_structure
+from contextready.hf.structure import Structure
+from contextready.hf.tokenizer_settings import read_tokenizer_settings
+from contextready.hf.trust import never_asking
+from contextready.hf.untrusted import check_settings
 from contextready.model.config import ModelConfig
 from contextready.model.context_ready import ContextReady
 from contextready.model.correction_module import build_correction, has_bias
@@ -22,9 +26,15 @@ from contextready.runs.config import PretrainedModelConfig
 def start(config: PretrainedModelConfig) -> ContextReady:
     """Load the model to train from pretrained weights; a plain model gets a new correction, or none."""
     loaded = load_lm(config.pretrained)
+    _refuse_router_loss(loaded, config.pretrained)
+    settings = read_tokenizer_settings(config.pretrained)
     if not isinstance(loaded, ContextReadyForCausalLM):
-        backbone = HFBackbone(loaded, find_structure(loaded))
+        backbone = HFBackbone(loaded, verified_structure(loaded))
+        backbone.tokenizer_settings = settings
         return _prepared(_corrected(backbone, config), config)
+    inner = loaded.model.backbone
+    assert isinstance(inner, HFBackbone)
+    inner.tokenizer_settings = settings
     theirs = loaded.config.correction
     if config.correction == theirs:
         return _prepared(loaded.model, config)
@@ -33,8 +43,6 @@ def start(config: PretrainedModelConfig) -> ContextReady:
             f"{config.pretrained} already has a trained correction ({theirs}); set correction={theirs}, or start from "
             "the original model."
         )
-    inner = loaded.model.backbone
-    assert isinstance(inner, HFBackbone)
     return _prepared(_corrected(inner, config), config)
 
 
@@ -42,8 +50,18 @@ def rebuild(config: PretrainedModelConfig, description: dict[str, Any]) -> Conte
     """Build the model that `describe` described, without its weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(**description["base_config"]), dtype=torch.float32)
-    backbone = HFBackbone(lm, Structure.from_dict(description["structure"]))
+    check_settings("The checkpoint's pretrained model", description["base_config"])
+    try:
+        with quiet(), never_asking():
+            base = AutoConfig.for_model(**description["base_config"])
+            lm = AutoModelForCausalLM.from_config(base, dtype=torch.float32, trust_remote_code=False)
+        structure = Structure.from_dict(description["structure"])
+    except Exception as error:  # transformers and its configurations raise anything
+        raise ContextReadyError(
+            f"The checkpoint's pretrained model cannot be built from its description: {first_line(error)}"
+        ) from None
+    backbone = HFBackbone(lm, structure)
+    backbone.tokenizer_settings = description.get("tokenizer")
     return _prepared(_corrected(backbone, config, description["correction_bias"]), config)
 
 
@@ -58,6 +76,7 @@ def describe(model: ContextReady) -> dict[str, Any]:
         "structure": backbone.structure.as_dict(),
         "correction_bias": has_bias(model.correction),
         "generation_config": backbone.lm.generation_config.to_diff_dict(),
+        "tokenizer": backbone.tokenizer_settings,
     }
 
 
@@ -67,13 +86,14 @@ def cost(model: ContextReady, correction: str | None) -> Account:
     assert isinstance(backbone, HFBackbone)
     inner = backbone.lm.config.get_text_config()
     heads = inner.num_attention_heads
-    head_size = getattr(inner, "head_dim", None) or backbone.width // heads
+    head_size = _head_size(backbone) or backbone.width // heads
     head = {id(p): p for name in backbone.structure.head for p in backbone.lm.get_submodule(name).parameters()}
     return Account(
         config=ModelConfig(
             vocab_size=inner.vocab_size,
             # The width of attention, which may differ from the model's.
-            width=heads * head_size,
+            # Native models need an even head size, others do not.
+            width=heads * (head_size + head_size % 2),
             layers=inner.num_hidden_layers,
             heads=heads,
             correction=correction,
@@ -95,6 +115,24 @@ def merge(model: ContextReady) -> None:
             part.merge()
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, part.get_base_layer())
+
+
+def _refuse_router_loss(lm: Any, source: str) -> None:
+    if getattr(lm.config.get_text_config(), "output_router_logits", False):
+        raise ContextReadyError(
+            f"{source} asks for a router loss (output_router_logits in config.json), which crt train does not add; set "
+            "it to false, or use transformers' Trainer."
+        )
+
+
+def _head_size(backbone: HFBackbone) -> int | None:
+    """The size of an attention head, if the configuration states it; the mean if it varies from layer to layer."""
+    try:
+        size: int | None = getattr(backbone.lm.config.get_text_config(), "head_dim", None)
+        return size
+    except Exception:  # transformers has an error of its own for such sizes
+        keys = [k.shape[-1] for k, _ in backbone.init_cache(1).layers]
+        return round(sum(keys) / len(keys))
 
 
 def _matrices(parameters: Any) -> int:

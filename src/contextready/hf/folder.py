@@ -8,7 +8,7 @@ from contextready.errors import ContextReadyError
 from contextready.hf.backbone import HFBackbone
 from contextready.hf.load import load_lm, native_tokenizer
 from contextready.hf.modeling import BaseTransformerForCausalLM, ContextReadyForCausalLM
-from contextready.hf.structure import find_structure
+from contextready.hf.proof import verified_structure
 from contextready.model.context_ready import ContextReady
 from contextready.runs.checkpoint import Checkpoint, Progress
 
@@ -34,7 +34,7 @@ class PretrainedFolder(Checkpoint):
             return self.lm.model
         if isinstance(self.lm, BaseTransformerForCausalLM):
             return ContextReady(self.lm.model.native).eval()
-        return ContextReady(HFBackbone(self.lm, find_structure(self.lm))).eval()
+        return ContextReady(HFBackbone(self.lm, verified_structure(self.lm))).eval()
 
 
 def open_folder(path: Path) -> PretrainedFolder:

@@ -1,7 +1,6 @@
 """Loads pretrained models from a Hugging Face folder, a name on the Hub, a GGUF file, or a run."""
 
 import re
-import struct
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -11,13 +10,15 @@ import torch
 from contextready.data.tokenizer import FILE, Tokenizer
 from contextready.errors import ContextReadyError
 from contextready.extras import require
+from contextready.formats.tokenizer_json import read_tokenizer_json
+from contextready.hf.trust import is_trusting, never_asking
+from contextready.hf.untrusted import check_gguf, check_model_files, check_size, needs_code
 from contextready.runs.models import is_pretrained
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 GGUF = ".gguf"
 UNFIT = ("missing_keys", "mismatched_keys")
 
@@ -25,7 +26,8 @@ UNFIT = ("missing_keys", "mismatched_keys")
 def load_model(source: str, device: str = "cpu", dtype: Any = torch.float32) -> tuple[Any, Any]:
     """Load a causal language model, context-ready or not, and its tokenizer; a run is converted in memory.
 
-    A name that is not a local folder is looked up on the Hub. `dtype="auto"` keeps the type of the weights.
+    A name that is not a local folder is looked up on the Hub. `dtype="auto"` keeps the type of the weights. A folder's
+    own code is not run, except inside `trusting(True)`.
     """
     require("transformers", "hf")
     path = Path(source)
@@ -40,25 +42,41 @@ def load_model(source: str, device: str = "cpu", dtype: Any = torch.float32) -> 
 def load_lm(source: str, dtype: Any = torch.float32) -> Any:
     """Load a causal language model from a folder, the Hub or a GGUF file; weights must be safetensors or GGUF."""
     require("transformers", "hf")
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
     import contextready.hf.modeling  # noqa: F401  (registers its classes)
 
     where = _where(source)
-    with quiet():
-        config = _load_config(source, where)
+    with quiet(), never_asking():
+        try:
+            config, trusted = _with_least_trust(source, AutoConfig.from_pretrained, where)
+        except ContextReadyError:
+            raise
+        except Exception as error:
+            _refuse(source, error)
         if config.is_encoder_decoder:
             raise ContextReadyError(
                 f"{source} is an encoder-decoder model ({config.model_type}); only decoder-only models can be "
                 "converted."
             )
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise ContextReadyError(
-                f"{source} is not a causal language model: transformers has none of type {config.model_type}."
-            )
+            if "AutoModelForCausalLM" not in (getattr(config, "auto_map", None) or {}):
+                raise ContextReadyError(
+                    f"{source} is not a causal language model: transformers has none of type {config.model_type}."
+                )
+            if not is_trusting():
+                raise needs_code(source, "config.json, auto_map")
+            trusted = True
+        if Path(source).exists() and not trusted:
+            check_size(source, config)
         try:
             lm, info = AutoModelForCausalLM.from_pretrained(
-                **where, dtype=dtype, use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True
+                **where,
+                dtype=dtype,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                trust_remote_code=trusted,
             )
         except ContextReadyError:
             raise
@@ -79,13 +97,26 @@ def load_lm(source: str, dtype: Any = torch.float32) -> Any:
 def load_tokenizer(source: str) -> Any:
     """Load a model's tokenizer with transformers."""
     require("transformers", "hf")
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-    with quiet():
+    where, file = _where(source, weights=False), Path(source) / FILE
+    if file.exists():
+        read_tokenizer_json(file)
+    with quiet(), never_asking():
         try:
-            return AutoTokenizer.from_pretrained(**_where(source, weights=False))
-        except Exception as error:
-            raise ContextReadyError(f"The tokenizer of {source} cannot be loaded: {_first_line(error)}") from None
+            tokenizer, _ = _with_least_trust(source, AutoTokenizer.from_pretrained, where)
+        except ContextReadyError:
+            raise
+        except BaseException as error:
+            # A panic in Rust is not even an Exception, and its class cannot be imported.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise ContextReadyError(f"The tokenizer of {source} cannot be loaded: {first_line(error)}") from None
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ContextReadyError(
+            f"The tokenizer of {source} cannot be loaded: tokenizer_config.json names a {type(tokenizer).__name__}."
+        )
+    return tokenizer
 
 
 def native_tokenizer(source: str) -> Tokenizer | None:
@@ -99,60 +130,51 @@ def native_tokenizer(source: str) -> Tokenizer | None:
     return None if inner is None else Tokenizer(inner, loaded.eos_token)
 
 
-def _where(source: str, weights: bool = True) -> dict[str, str]:
+def _where(source: str, weights: bool = True) -> dict[str, Any]:
     """Arguments with which transformers finds the model; refuses what cannot be one."""
     path = Path(source)
     if path.suffix == GGUF:
         require("gguf", "hf")
         require("accelerate", "hf")
-        _check_gguf(path)
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+        check_gguf(path)
+        # The whole path, because transformers would prefer a file of the same name in the current folder.
+        file = path.absolute()
+        return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": str(file), "local_files_only": True}
     if path.is_dir():
         if weights and not is_pretrained(path):
             raise ContextReadyError(
                 f"{source} is not a Hugging Face model: it has no config.json with a model_type. To convert a run: "
                 "crt convert RUN OUT"
             )
-        if weights and not any(path.glob("*.safetensors")):
-            pickled = sorted(file.name for pattern in PICKLED for file in path.glob(pattern))
-            if pickled:
-                raise ContextReadyError(
-                    f"The weights of {source} are pickled ({pickled[0]}), and reading them could run code; save them "
-                    "as safetensors first with model.save_pretrained(FOLDER)."
-                )
-            raise ContextReadyError(f"{source} contains no weights: it has no .safetensors file. Save the model again.")
-        return {"pretrained_model_name_or_path": source}
+        check_model_files(source, weights)
+        return {"pretrained_model_name_or_path": source, "local_files_only": True}
     if path.exists() or not HUB_NAME.fullmatch(source):
         raise ContextReadyError(
             f"There is no model at {source}; give a folder, a .gguf file, or the name of a model on the Hugging Face "
             "Hub."
         )
+    check_model_files(source, weights)
     return {"pretrained_model_name_or_path": source}
 
 
-def _check_gguf(path: Path) -> None:
-    if not path.is_file():
-        raise ContextReadyError(f"There is no file at {path}; check the path.")
-    with path.open("rb") as file:
-        head = file.read(8)
-    if head[:4] != b"GGUF" or len(head) < 8 or struct.unpack("<I", head[4:])[0] not in (2, 3):
-        raise ContextReadyError(f"{path} is not a GGUF file (version 2 or 3); download or export it again.")
-
-
-def _load_config(source: str, where: dict[str, str]) -> Any:
-    from transformers import AutoConfig
-
+def _with_least_trust(source: str, load: "Callable[..., Any]", where: dict[str, Any]) -> tuple[Any, bool]:
+    """Load without the folder's own code if possible, and with it if the user trusts it; also returns which."""
     try:
-        return AutoConfig.from_pretrained(**where)
-    except Exception as error:
-        _refuse(source, error)
+        return load(**where, trust_remote_code=False), False
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+    if not is_trusting():
+        raise needs_code(source, "auto_map")
+    return load(**where, trust_remote_code=True), True
 
 
 def _refuse(source: str, error: Exception) -> NoReturn:
-    raise ContextReadyError(f"{source} cannot be loaded as a model: {_first_line(error)}") from None
+    raise ContextReadyError(f"{source} cannot be loaded as a model: {first_line(error)}") from None
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, as the end of a sentence."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") + "." if lines else f"{type(error).__name__}."
 

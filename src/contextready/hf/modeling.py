@@ -11,22 +11,30 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_masks_for_generate
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from contextready.errors import ContextReadyError
 from contextready.hf.backbone import HFBackbone
 from contextready.hf.base import BaseTransformerForCausalLM, BaseTransformerModel
 from contextready.hf.cache import Feed, Rewind, carrying_layer
 from contextready.hf.configuration import BaseTransformerConfig, ContextReadyConfig
+from contextready.hf.proof import verified_structure
+from contextready.hf.router import router_logits_wanted, router_loss
 from contextready.hf.saving import SavesItsCode
-from contextready.hf.structure import Structure, find_structure
+from contextready.hf.structure import Structure, cannot_convert, evaluating, proof_tokens, refusing
+from contextready.hf.unsupported import WithoutContinuousBatching
 from contextready.model.checks import check_passes
 from contextready.model.context_ready import ContextReady, Pass
 from contextready.model.correction_module import CorrectionModule, build_correction
 from contextready.solve.norms import largest_change
 
 
-class ContextReadyForCausalLM(SavesItsCode, PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class ContextReadyForCausalLM(
+    SavesItsCode,
+    WithoutContinuousBatching,
+    PreTrainedModel,  # type: ignore[misc]
+    GenerationMixin,  # type: ignore[misc]
+):
     """A causal language model that corrects each token with the previous position's output before the blocks."""
 
     config_class = ContextReadyConfig
@@ -42,9 +50,10 @@ class ContextReadyForCausalLM(SavesItsCode, PreTrainedModel, GenerationMixin):  
         """Create the model around `lm`, or around a new model described by `config.base_config`."""
         super().__init__(config)
         if lm is None:
-            lm = AutoModelForCausalLM.from_config(config.base_config)
+            # The code of the folder that describes it is never run for it.
+            lm = AutoModelForCausalLM.from_config(config.base_config, trust_remote_code=False)
         if config.structure is None:
-            config.structure = find_structure(lm).as_dict()
+            config.structure = verified_structure(lm).as_dict()
         backbone = HFBackbone(lm, Structure.from_dict(config.structure))
         correction = build_correction(config.correction, backbone, config.correction_init, config.correction_bias)
         self.model = ContextReady(backbone, correction)
@@ -60,12 +69,25 @@ class ContextReadyForCausalLM(SavesItsCode, PreTrainedModel, GenerationMixin):  
 
         `settings` are those of `ContextReadyConfig`: correction, passes, tolerance, …
         """
-        config = ContextReadyConfig(base_config=lm.config, structure=find_structure(lm).as_dict(), **settings)
+        config = ContextReadyConfig(base_config=lm.config, structure=verified_structure(lm).as_dict(), **settings)
         config.dtype = lm.dtype
         model = cls(config, lm)
         model.generation_config = lm.generation_config
         model.train(lm.training)
+        model._prove()
         return model
+
+    @torch.no_grad()
+    def _prove(self) -> None:
+        """Compare the logits with those of the wrapped model, bit for bit."""
+        tokens_1T = proof_tokens(self.lm)
+        with evaluating(self), refusing(self.lm):
+            expected_1TV = self.lm(tokens_1T).logits
+            found = [self(tokens_1T, passes=1)]
+            if self.model.correction.is_untrained:
+                found.append(self(tokens_1T))
+        if not all(torch.equal(outputs.logits, expected_1TV) for outputs in found):
+            raise cannot_convert(self.lm, "its logits changed, although the correction does nothing yet.")
 
     @property
     def lm(self) -> Any:
@@ -104,7 +126,7 @@ class ContextReadyForCausalLM(SavesItsCode, PreTrainedModel, GenerationMixin):  
         logits_to_keep: int | Tensor = 0,
         passes: int | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
         """Compute logits of the next tokens, and the loss if labels are given.
 
         `passes` sets K; with K = 1 the wrapped model runs without correction. By default K is `config.passes` in
@@ -122,6 +144,9 @@ class ContextReadyForCausalLM(SavesItsCode, PreTrainedModel, GenerationMixin):  
         if position_ids is None:
             position_ids = _positions(e_BTC, attention_mask, past)
         loss_arguments = {key: kwargs.pop(key) for key in ("num_items_in_batch",) if key in kwargs}
+        # The wrapped model would look this setting up in its own configuration.
+        if router_logits_wanted(self.lm, kwargs):
+            kwargs["output_router_logits"] = True
         feed = Feed(past_key_values, {"attention_mask": attention_mask, "position_ids": position_ids, **kwargs})
         result = self._solve(e_BTC, feed, position_ids, attention_mask, past, passes=passes)
         if past_key_values is not None:
@@ -132,13 +157,19 @@ class ContextReadyForCausalLM(SavesItsCode, PreTrainedModel, GenerationMixin):  
         loss = None
         if labels is not None:
             loss = self.loss_function(logits_BTV, labels, vocab_size=logits_BTV.shape[-1], **loss_arguments)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits_BTV,
-            past_key_values=past_key_values,
-            hidden_states=getattr(feed.outputs, "hidden_states", None),
-            attentions=getattr(feed.outputs, "attentions", None),
-        )
+        outputs = {
+            "logits": logits_BTV,
+            "past_key_values": past_key_values,
+            "hidden_states": getattr(feed.outputs, "hidden_states", None),
+            "attentions": getattr(feed.outputs, "attentions", None),
+        }
+        if kwargs.get("output_router_logits"):
+            # Of the last pass, like hidden_states and attentions.
+            router_logits = feed.outputs.router_logits
+            aux_loss = router_loss(self.lm, router_logits, attention_mask)
+            loss = None if loss is None else loss + self.lm.router_aux_loss_coef * aux_loss.to(loss.device)
+            return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, router_logits=router_logits, **outputs)
+        return CausalLMOutputWithPast(loss=loss, **outputs)
 
     def _solve(
         self, e_BTC: Tensor, feed: Feed, position_ids: Tensor, attention_mask: Any, past: Any, *, passes: int | None

@@ -11,13 +11,14 @@ from contextready.errors import ContextReadyError
 from contextready.files import staged_folder
 from contextready.hf.backbone import HFBackbone
 from contextready.hf.finetune import merge
-from contextready.hf.load import load_tokenizer
+from contextready.hf.load import first_line, load_tokenizer
 from contextready.hf.modeling import (
     BaseTransformerConfig,
     BaseTransformerForCausalLM,
     ContextReadyConfig,
     ContextReadyForCausalLM,
 )
+from contextready.hf.tokenizer_settings import load_with_settings
 from contextready.model.config import ModelConfig
 from contextready.model.context_ready import ContextReady
 from contextready.runs.checkpoint import Checkpoint, Progress, load_weights, open_checkpoint, write_rest, write_tensors
@@ -80,7 +81,7 @@ def _native_settings(config: Any, base: BaseTransformerConfig, is_ready: bool, t
     shape = asdict(base.native())
     correction = {"correction": config.correction, "correction_init": config.correction_init} if is_ready else {}
     train = TrainConfig(
-        data="", out="", block_size=base.max_position_embeddings, passes=config.passes if is_ready else 1
+        data="", out=".", block_size=base.max_position_embeddings, passes=config.passes if is_ready else 1
     )
     return {
         "config": {"model": asdict(ModelConfig(**shape, **correction)), "train": asdict(train)},
@@ -100,7 +101,12 @@ def _of_pretrained(checkpoint: Checkpoint, model: ContextReady) -> Any:
     from transformers import GenerationConfig
 
     lm = backbone.lm
-    lm.generation_config = GenerationConfig(**described["generation_config"])
+    try:
+        lm.generation_config = GenerationConfig(**described["generation_config"])
+    except Exception as error:  # transformers raises several kinds
+        raise ContextReadyError(
+            f"The generation settings in {checkpoint.folder} are damaged: {first_line(error)}"
+        ) from None
     if isinstance(lm, BaseTransformerForCausalLM):
         lm.config.run = None  # describes the run before this one
     if not model.is_recurrent:
@@ -120,7 +126,12 @@ def _of_pretrained(checkpoint: Checkpoint, model: ContextReady) -> Any:
 
 
 def _tokenizer_of_pretrained(checkpoint: Checkpoint) -> Any:
-    """The tokenizer of the original model, with its chat template; if that is gone, the checkpoint's tokenizer."""
+    """The tokenizer of the original model, with its settings and chat template."""
+    assert checkpoint.described is not None
+    settings = checkpoint.described.get("tokenizer")
+    if settings is not None:
+        return load_with_settings(checkpoint.folder, settings)
+    # Checkpoints used to have no settings; then the original model may still be there.
     name = checkpoint.config["model"]["pretrained"]
     folders = [str(place) for place in checkpoint.places_of(name) if place.exists()]
     try:
