@@ -10,6 +10,7 @@ from train_helpers import TINY, recipe_file, words
 
 from contextready.cli.main import build_parser, main
 from contextready.errors import ContextReadyError
+from contextready.formats import limits
 from contextready.model.context_ready import build_model
 from contextready.model.cost import account
 from contextready.runs.config import (
@@ -17,11 +18,14 @@ from contextready.runs.config import (
     PRETRAINED_KEYS,
     TRAIN_KEYS,
     PretrainedModelConfig,
+    RunConfig,
     TrainConfig,
     build_run,
+    check_run_memory,
 )
 from contextready.runs.paper_models import PAPER_MODELS
 from contextready.runs.recipes import load_recipe, paper_experiments, recipe_names, resolve
+from contextready.train.plan import make_plan
 
 SMALL = ("convert", "demo-d1", "demo-n1-ffn", "mini-d1", "mini-finetune", "mini-n1", "mini-n1-ffn", "pointer-mini")
 
@@ -218,6 +222,115 @@ def test_a_recipe_of_the_users(data, tmp_path):
 def test_a_wrong_recipe_of_the_users_is_refused(data, tmp_path, text, message):
     with pytest.raises(ContextReadyError, match=message):
         resolve(write(tmp_path, text), [f"data={data}", "width=16", "layers=1", "heads=2"])
+
+
+LIMITED = {
+    **{"block_size": 2**24, "batch_size": 2**20, "accumulate": 10**6, "steps": 99_999_999, "passes": 100_000},
+    **{"min_passes": 100_000, "truncated_passes": 100_000, "adjoint_steps": 100_000, "warmup": 10**8},
+    **{"eval_every": 10**9, "eval_tokens": 10**12, "save_every": 10**9, "keep": 10**6, "log_every": 10**9},
+}
+
+
+def test_every_whole_number_of_the_training_has_a_limit():
+    numbers = {field.name for field in dataclasses.fields(TrainConfig) if field.type in (int, int | None)}
+    assert numbers == {*LIMITED, "seed"}
+    for name, most in LIMITED.items():
+        mode = {"truncated_passes": "truncated", "adjoint_steps": "implicit"}.get(name, "unroll")
+        assert getattr(TrainConfig("data", "out", gradient=mode, **{name: most}), name) == most
+        for value in (most + 1, 10**5000):
+            with pytest.raises(ContextReadyError, match=f"^{name} must be at most {most:,}, but got "):
+                TrainConfig("data", "out", gradient=mode, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("out:", "out is empty; name a folder, for example out=runs/mine"),
+        ("out: ''", "out is empty"),
+        ("out: [a]", r"out must be text, but got \['a'\]; write the name in quotes"),
+        ("out: no", "out must be text, but got False; write the name in quotes"),
+        ("out: 12:30", "out must be text, but got 750"),
+        ('out: "a\\0b"', "out contains a null character"),
+        ("data:", "data is empty; name a folder, for example data=data/mini"),
+        ("data: {a: 1}", "data must be text"),
+        ("data: 2024", "data must be text, but got 2024"),
+        ("init_from: ''", "init_from is empty"),
+        ("init_from: [7]", "init_from must be text"),
+        ("pretrained: ''", "pretrained is empty"),
+        ("wandb: ''", "wandb is empty; name a Weights & Biases project"),
+        ("wandb: ' '", "wandb is empty"),
+        ("wandb: 7", "wandb must be text, but got 7"),
+        ("correction: [add]", "correction must be text"),
+        ("correction: {add: 1}", "correction must be text"),
+        ("task: [pointer]", "is unknown; did you mean 'pointer'"),
+        ("task:", "task=None is unknown"),
+        ("gradient: []", "gradient must be text"),
+        ("width:", "width must be a whole number, but got None"),
+        ("heads: '3x'", "heads must be a whole number, but got 3x"),
+        ("steps: 0x" + "f" * 5000, "steps must be at most 99,999,999, but got a number with more than 15 digits"),
+        ("lr: 0x" + "f" * 5000, "lr must be a number, but got a number with more than 15 digits"),
+        ("lr: .nan", "lr must be greater than 0 and finite, but got nan"),
+        ("window: 4611686018427387904", "window must be at most 2,147,483,647"),
+        ("k_min: 2\nmin_passes: 3", "k_min and min_passes are the same setting"),
+        ("steps: 1\nsteps: 2", "sets 'steps' twice"),
+        ("? [a, b]\n: 1", "is not valid YAML"),
+        ("1: 2", "contains no settings"),
+        ("true: 2", "contains no settings"),
+        ("a: &a [*a]", "alias that refers to itself"),
+        ("steps: !!python/object/apply:os.getcwd []", "is not valid YAML"),
+    ],
+    ids=lambda value: value[:30],
+)
+def test_a_hostile_recipe_is_one_sentence(data, tmp_path, text, message, capsys):
+    base = {"data": f"'{data}'", "width": 16, "layers": 1, "heads": 2, "out": f"'{tmp_path / 'run'}'"}
+    rest = "".join(f"{key}: {value}\n" for key, value in base.items() if not text.startswith(f"{key}:"))
+    recipe = write(tmp_path, rest + text)
+    for line in (["train", recipe, "--dry-run"], ["train", recipe], ["plan", recipe]):
+        assert main(line) == 2
+        err = capsys.readouterr().err
+        assert re.search(message, err)
+        assert err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_the_memory_cannot_hold_is_refused(data, tmp_path, monkeypatch):
+    config = resolve(recipe_file(tmp_path), words(data, tmp_path / "run"))
+    number = account(config.model).parameters
+    for on_cpu, sharded, copies in ((True, False, 4), (False, False, 1), (True, True, 1)):
+        if sharded:
+            config = dataclasses.replace(config, train=dataclasses.replace(config.train, parallel="fsdp"))
+        monkeypatch.setattr(limits, "total_memory", lambda: 4 * copies * number - 1)  # noqa: B023
+        with pytest.raises(ContextReadyError, match=f"Training {number:,} parameters .* would take"):
+            check_run_memory(config, 2, on_cpu)
+        monkeypatch.setattr(limits, "total_memory", lambda: 4 * copies * number)  # noqa: B023
+        with pytest.raises(
+            ContextReadyError, match="A forward pass with batch_size=4, block_size=16 and passes=3 would"
+        ):
+            check_run_memory(config, 2, on_cpu)
+        monkeypatch.setattr(limits, "total_memory", lambda: 4 * copies * number + 10**6)  # noqa: B023
+        check_run_memory(config, 2, on_cpu)
+
+
+@pytest.mark.parametrize("change", ["gradient=unroll", "gradient=implicit", "checkpoint_passes=true"])
+def test_what_is_refused_is_more_than_what_the_plan_counts(change, monkeypatch):
+    """So no run is refused that would fit."""
+    for small in (["batch_size=1"], ["width=16", "heads=1"]):
+        config = resolve("mini-d1", ["vocab_size=300", change, *small])
+        total = make_plan(config, 1).total
+        monkeypatch.setattr(limits, "total_memory", lambda total=total: total)
+        check_run_memory(config, 1, on_cpu=True)
+
+
+def test_settings_of_a_damaged_file_are_one_sentence():
+    good = resolve("mini-d1", ["vocab_size=300"]).as_dict()
+    assert RunConfig.from_dict(good).as_dict() == good
+    for part in ("model", "train"):
+        for value in (None, [], "text", 7):
+            with pytest.raises(ContextReadyError, match=f"lack the part '{part}'; their file is damaged"):
+                RunConfig.from_dict(good | {part: value})
+    for whole in (None, [], "text"):
+        with pytest.raises(ContextReadyError, match="their file is damaged"):
+            RunConfig.from_dict(whole)
 
 
 @pytest.mark.parametrize("text", ["7: 3", "data: 2024", "init_from: 7\ncorrection: add"])

@@ -9,7 +9,7 @@ import numpy as np
 
 from contextready.errors import ContextReadyError
 from contextready.plotting import check_picture, pyplot, save_figure
-from contextready.runs.metrics import read_metrics
+from contextready.runs.metrics import FILE, read_metrics
 
 AXES = {
     "tokens": "training tokens",
@@ -17,6 +17,7 @@ AXES = {
     "macs": "multiply-accumulates spent on training",
     "seconds": "seconds of training",
 }
+LARGEST_LOSS = 700.0
 MAX_LABELS = 4
 """If there are more crossovers than this, they are marked without text, because the labels would overlap."""
 
@@ -57,8 +58,12 @@ def read_curve(run: Path, axis: str = "tokens", name: str | None = None) -> Curv
     records = [r for r in read_metrics(run) if r.get("val_loss") is not None]
     if len(records) < 2:
         raise ContextReadyError(f"The run {run} has fewer than two validations, so it has no curve yet.")
-    x = np.array([r[key] for r in records], float)
-    return Curve(name or run.name, x, np.array([r["val_loss"] for r in records]))
+    if not all(key in r for r in records):
+        raise ContextReadyError(f"The validations in {run / FILE} do not all have '{key}'; choose another axis.")
+    x = np.array([float(r[key]) for r in records])
+    # The perplexity of a larger loss is not a finite number.
+    loss = np.clip(np.array([float(r["val_loss"]) for r in records]), -LARGEST_LOSS, LARGEST_LOSS)
+    return Curve(name or run.name, x, loss)
 
 
 def on_common_grid(curves: Sequence[Curve], begin: float = -np.inf) -> tuple[np.ndarray, np.ndarray]:
@@ -76,6 +81,8 @@ def on_common_grid(curves: Sequence[Curve], begin: float = -np.inf) -> tuple[np.
 def crossover(one: Curve, other: Curve) -> Crossover | None:
     """The last point where two curves change places, within the range that both cover; None if they never do."""
     # Untrained models all have a loss near log V, and their order means nothing, so x = 0 is ignored.
+    if not all((curve.x > 0).any() for curve in (one, other)):
+        return None
     begin = max(curve.x[curve.x > 0][0] for curve in (one, other))
     grid, losses = on_common_grid([one, other], begin)
     difference = losses[0] - losses[1]

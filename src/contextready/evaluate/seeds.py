@@ -1,5 +1,6 @@
 """Runs that differ only in their seed: their mean curve, and paired differences between two configurations."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +11,12 @@ import numpy as np
 from contextready.errors import ContextReadyError
 from contextready.evaluate.curves import Curve, finish, on_common_grid, read_curve
 from contextready.evaluate.names import common_name, short_names
-from contextready.files import read_json
 from contextready.plotting import check_picture, pyplot
 from contextready.runs.config import RunConfig
+from contextready.runs.records import read_settings
+
+LONGEST_CHAIN = 100
+"""How many runs, each of which started from the next, are followed."""
 
 
 @dataclass(frozen=True)
@@ -131,11 +135,11 @@ def _losses(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray]:
     return grid, losses
 
 
-def _identity(run: Path) -> tuple[str, int | None]:
+def _identity(run: Path, chain: int = LONGEST_CHAIN) -> tuple[str, int | None]:
     """The configuration of a run without its seed and output folder, as comparable text; and the seed."""
     try:
-        settings = RunConfig.from_dict(read_json(run / "config.json")).as_dict()
-    except (ContextReadyError, KeyError, TypeError):
+        settings = RunConfig.from_dict(read_settings(run / "config.json")).as_dict()
+    except ContextReadyError:
         return str(run), None
     train = settings["train"]
     seed = train.pop("seed")
@@ -143,5 +147,8 @@ def _identity(run: Path) -> tuple[str, int | None]:
     if train["init_from"] is not None:
         # Seeds may start from runs of their own: what counts is how those were trained, not where they are stored.
         start = Path(train["init_from"])
-        train["init_from"] = _identity(start)[0] if (start / "config.json").is_file() else "a folder"
+        is_run = chain > 0 and (start / "config.json").is_file()
+        identity = _identity(start, chain - 1)[0] if is_run else "a folder"
+        # Text inside of text would grow exponentially, because its quotes are escaped again and again.
+        train["init_from"] = hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()
     return json.dumps(settings, sort_keys=True), seed

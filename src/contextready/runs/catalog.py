@@ -7,12 +7,16 @@ from typing import Any
 import torch
 
 from contextready.errors import ContextReadyError, nearest
+from contextready.formats.limits import check_count, shown
 from contextready.model.config import ModelConfig
 from contextready.model.cost import Account, account
 from contextready.runs.paper_models import CACHE_PAIRS, PAPER_MODELS, PaperModel
 from contextready.settings import build_settings, parse_assignments
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+LONGEST = 10**12
+"""The longest context in tokens whose cost is computed."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,8 @@ class Entry:
 
 def entries(words: Sequence[str], context: int | None = None) -> list[Entry]:
     """Compute the cost of named models, changed by `key=value` settings if any, or of one model given by settings."""
-    if context is not None and context < 1:
-        raise ContextReadyError(f"--context must be at least 1, but got {context}.")
+    if context is not None:
+        check_count("--context", context, 1, LONGEST)
     names = [word for word in words if "=" not in word]
     settings = parse_assignments([word for word in words if "=" in word])
     if settings and not names:
@@ -43,7 +47,9 @@ def entries(words: Sequence[str], context: int | None = None) -> list[Entry]:
     chosen = []
     for name in names or PAPER_MODELS:
         if name not in PAPER_MODELS:
-            raise ContextReadyError(f"There is no model '{name}' in the paper; {nearest(name, list(PAPER_MODELS))}")
+            raise ContextReadyError(
+                f"There is no model '{shown(name)}' in the paper; {nearest(name, list(PAPER_MODELS))}"
+            )
         paper = PAPER_MODELS[name]
         config = build_settings(ModelConfig, asdict(paper.config) | settings)
         label = " ".join([name, *(f"{key}={value}" for key, value in settings.items())])

@@ -16,13 +16,14 @@ in `train/saving.py`.
 """
 
 import os
-import random
+import re
 import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,48 +31,41 @@ from contextready.data.shards import Data
 from contextready.data.tokenizer import FILE as TOKENIZER_FILE
 from contextready.errors import ContextReadyError
 from contextready.files import (
+    MANIFEST,
+    check_name,
     check_sums,
     partial_name,
-    read_json,
-    read_manifest,
+    remove,
     remove_folder,
     staged_folder,
     write_json,
     write_manifest,
 )
+from contextready.formats.safetensors_file import FLOATS, load_tensors, read_header, save_tensors
 from contextready.model.config import ModelConfig
 from contextready.model.context_ready import ContextReady
+from contextready.model.shapes import weight_shapes
 from contextready.model.transformer import Transformer
 from contextready.runs.config import PretrainedModelConfig, build_model_settings
 from contextready.runs.models import hugging_face, is_pretrained, rebuild_model
+from contextready.runs.records import (
+    FORMAT,
+    check_description,
+    must_list,
+    other_generators,
+    read_checkpoint_manifest,
+    read_description,
+    read_progress,
+    read_settings,
+)
+from contextready.runs.records import Progress as Progress
 from contextready.runs.sharded import METADATA, read_whole
 from contextready.runs.tasks import task_from_dict
 
-FORMAT = "contextready-checkpoint"
 FOLDER = "checkpoints"
 PRETRAINED_FILE = "pretrained.json"
 TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json")
-
-
-@dataclass
-class Progress:
-    """The progress of a run."""
-
-    step: int = 0
-    sequences: int = 0
-    """Position in the data: the number of training sequences read so far."""
-    seconds: float = 0.0
-    """Time spent on optimizer steps."""
-    macs: int = 0
-    """Multiply-accumulates spent on optimizer steps."""
-    precision: str = "fp32"
-    """fp32 or bf16; with precision=auto, the choice made when the run began."""
-    best_step: int | None = None
-    best_loss: float | None = None
-    data_identity: str | None = None
-    tokenizer_sha256: str | None = None
-    solved: bool = False
-    """Whether the last validation found the task solved."""
+STEP = re.compile(r"step-\d{8,18}")
 
 
 @dataclass(frozen=True)
@@ -113,7 +107,7 @@ class Checkpoint:
     @property
     def described(self) -> dict[str, Any] | None:
         """The configuration of a pretrained model, which is needed to rebuild it; None for a native model."""
-        return read_json(self.folder / PRETRAINED_FILE) if "pretrained" in self.config["model"] else None
+        return read_description(self.folder / PRETRAINED_FILE) if "pretrained" in self.config["model"] else None
 
     def must_have_learned_text(self) -> None:
         """Raise an error if the model was trained on a task other than language modelling."""
@@ -138,20 +132,48 @@ class Checkpoint:
 
     def model(self) -> ContextReady:
         """Load the trained model on the CPU, in evaluation mode."""
+        self.check_weights()
         model = rebuild_model(self.model_config, self.described)
-        load_weights(model, self.tensors("model"), self.folder)
+        load_weights(model, self.tensors("model", shapes_of(named_weights(model))), self.folder)
         return model.eval()
 
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        """Load the tensors of one of the files: model, optimizer or rng."""
-        from safetensors.torch import load_file
+    def check_weights(self) -> None:
+        """Raise an error if the weights do not have the sizes that the settings imply, before a model is built."""
+        self._must_be_plain()
+        header, config = read_header(self._file("model")), self.model_config
+        if isinstance(config, ModelConfig):
+            # More weights than that differ anyway, and a hostile configuration may imply any number of them.
+            header.check_fits(dict(islice(weight_shapes(config), 2 * len(header.tensors) + 100)))
+        else:
+            check_description(self.folder / PRETRAINED_FILE, header)
 
-        if self.sharded and name != "rng":
+    def tensors(
+        self,
+        name: str,
+        expected: Mapping[str, Sequence[int]] | None = None,
+        dtypes: Iterable[str] = FLOATS,
+    ) -> dict[str, Tensor]:
+        """Load the tensors of one of the files: model, optimizer or rng.
+
+        If names and shapes are expected, other ones are refused before anything is loaded.
+        """
+        if name != "rng":
+            self._must_be_plain()
+        return load_tensors(self._file(name), expected, dtypes)
+
+    def saved_names(self, name: str) -> set[str]:
+        """The names of the tensors in one of the files."""
+        return set(read_header(self._file(name)).tensors)
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
+
+    def _must_be_plain(self) -> None:
+        if self.sharded:
             raise ContextReadyError(
                 f"{self.folder} is a sharded checkpoint, whose metadata is a pickle. If you trust it, convert it to a "
                 f"plain one with: crt unshard {self.folder} OUT"
             )
-        return load_file(self.folder / f"{name}.safetensors")
 
 
 def open_checkpoint(path: Path, best: bool = False, verify: bool = True) -> Checkpoint:
@@ -163,23 +185,35 @@ def open_checkpoint(path: Path, best: bool = False, verify: bool = True) -> Chec
         newest = newest_checkpoint(path)
         if newest is None:
             raise ContextReadyError(f"The run {path} has no checkpoint yet.")
-        folder = newest
-        if best:
-            step = _progress(folder).best_step
-            if step is None:
-                raise ContextReadyError(f"The run {path} has not been validated yet, so it has no best checkpoint.")
-            folder = step_folder(path, step)
+        folder = _best_checkpoint(path, newest, verify) if best else newest
     elif (path / "metrics.jsonl").is_file():
         raise ContextReadyError(f"The run {path} has no checkpoint yet.")
-    manifest = read_manifest(folder, FORMAT, "a run or checkpoint")
+    manifest = read_checkpoint_manifest(folder)
     if verify:
         check_sums(folder, manifest)
-    config = read_json(folder / "config.json")
-    if not isinstance(config, dict) or not {"model", "train"} <= config.keys():
+    config, progress = read_settings(folder / "config.json"), read_progress(folder / "trainer.json")
+    if "pretrained" in config["model"]:
+        must_list(folder, manifest, PRETRAINED_FILE)
+    if progress.step != manifest["step"]:
         raise ContextReadyError(
-            f"{folder / 'config.json'} does not contain the settings of a run; the checkpoint is damaged."
+            f"{folder / 'trainer.json'} is of step {progress.step}, but {MANIFEST} of step {manifest['step']}; the "
+            "checkpoint is damaged."
         )
-    return Checkpoint(folder, config, _progress(folder), METADATA in manifest["files"])
+    return Checkpoint(folder, config, progress, METADATA in manifest["files"])
+
+
+def _best_checkpoint(run: Path, newest: Path, verify: bool) -> Path:
+    """Return the folder of the best checkpoint, which the newest one names."""
+    manifest = read_checkpoint_manifest(newest)
+    if verify:
+        check_sums(newest, manifest, ["trainer.json"])
+    step = read_progress(newest / "trainer.json").best_step
+    if step is None:
+        raise ContextReadyError(f"The run {run} has not been validated yet, so it has no best checkpoint.")
+    best = step_folder(run, step)
+    if not best.is_dir():
+        raise ContextReadyError(f"The best checkpoint of {run}, {best.name}, is missing; use the newest one.")
+    return best
 
 
 def open_trained(path: Path, best: bool = False) -> Checkpoint:
@@ -231,7 +265,17 @@ def _training_data(checkpoint: Checkpoint) -> Path:
 
 def newest_checkpoint(run: Path) -> Path | None:
     """Return the folder of the newest checkpoint of a run, if it has one."""
-    return max((run / FOLDER).glob("step-*"), default=None)
+    return max(_checkpoints(run), key=_step, default=None)
+
+
+def _checkpoints(run: Path) -> list[Path]:
+    """Return the folders of all checkpoints of a run, from the oldest to the newest."""
+    found = [path for path in (run / FOLDER).glob("step-*") if STEP.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=_step)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -241,10 +285,8 @@ def step_folder(run: Path, step: int) -> Path:
 
 def write_tensors(folder: Path, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
     """Write weights and moments as safetensors."""
-    from safetensors.torch import save_file
-
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
-    save_file({name: tensor.contiguous() for name, tensor in moments.items()}, folder / "optimizer.safetensors")
+    save_tensors(folder / "model.safetensors", weights)
+    save_tensors(folder / "optimizer.safetensors", moments)
 
 
 def write_rest(
@@ -257,13 +299,11 @@ def write_rest(
     described: dict[str, Any] | None = None,
 ) -> None:
     """Write everything in a checkpoint except weights and moments; the manifest comes last."""
-    from safetensors.torch import save_file
-
-    save_file(generators, folder / "rng.safetensors")
+    save_tensors(folder / "rng.safetensors", generators)
     if described is not None:
         write_json(folder / PRETRAINED_FILE, described)
     write_json(folder / "config.json", config)
-    write_json(folder / "trainer.json", vars(progress) | {"rng": _other_generators()})
+    write_json(folder / "trainer.json", vars(progress) | {"rng": other_generators()})
     for file in TOKENIZER_FILES:
         if tokenizer_folder is not None and (tokenizer_folder / file).is_file():
             shutil.copyfile(tokenizer_folder / file, folder / file)
@@ -275,6 +315,7 @@ def unshard(path: Path, out: Path) -> Path:
 
     This loads a pickle, which can run code, so use it on your own checkpoints only.
     """
+    check_name(out)
     checkpoint = open_checkpoint(path)
     if not checkpoint.sharded:
         raise ContextReadyError(f"{checkpoint.folder} is already a plain checkpoint.")
@@ -305,9 +346,14 @@ def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 def load_weights(model: nn.Module, tensors: dict[str, Tensor], where: Path) -> None:
     """Copy tensors into the parameters of the same names. It is an error if names or shapes differ."""
     named = named_weights(model)
-    check_shapes(named, {name: tensor.shape for name, tensor in tensors.items()}, where)
+    check_shapes(named, shapes_of(tensors), where)
     for name, p in named.items():
         fill(p, tensors[name])
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    """Return the shapes of tensors by their names."""
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def check_shapes(named: dict[str, nn.Parameter], saved: dict[str, torch.Size], where: Path) -> None:
@@ -337,26 +383,16 @@ def fill(place: Tensor, tensor: Tensor) -> None:
 def clear_leftovers(run: Path) -> None:
     """Remove checkpoints that a killed process left partly written or partly deleted."""
     for leftover in (run / FOLDER).glob(partial_name(Path("*")).name):
-        shutil.rmtree(leftover)
-
-
-def _progress(folder: Path) -> Progress:
-    saved = read_json(folder / "trainer.json")
-    return Progress(**{key: value for key, value in saved.items() if key != "rng"})
+        remove(leftover)
 
 
 def prune(run: Path, keep: int, best_step: int | None) -> None:
     """Delete all checkpoints except the newest `keep` and the best."""
-    folders = sorted((run / FOLDER).glob("step-*"))
+    try:
+        folders = _checkpoints(run)
+    except OSError as error:
+        raise ContextReadyError(f"The old checkpoints of {run} could not be deleted: {error}.") from error
     kept = {*folders[-keep:], *([] if best_step is None else [step_folder(run, best_step)])}
     for folder in folders:
         if folder not in kept:
             remove_folder(folder)
-
-
-def _other_generators() -> dict[str, Any]:
-    algorithm, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    return {
-        "python": random.getstate(),
-        "numpy": [algorithm, keys.tolist(), position, has_gauss, gauss],  # type: ignore[union-attr]
-    }

@@ -7,14 +7,40 @@ from math import inf
 from typing import Any
 
 from contextready.errors import ContextReadyError, nearest
+from contextready.formats.limits import check_count, check_memory, shown
+from contextready.model.checks import MOST_PASSES
 from contextready.model.config import ModelConfig
 from contextready.model.correction import check_correction
+from contextready.model.cost import account
 from contextready.runs.tasks import Task, split_task, task_as_dict, task_from_dict, task_keys
 from contextready.settings import build_settings
 
 PAPER_PASSES = 5
 OF_MODE = {"truncated_passes": "truncated", "adjoint_steps": "implicit", "adjoint_tolerance": "implicit"}
 """Settings that apply to one gradient mode only."""
+LIMITS = {
+    "block_size": (1, 2**24),
+    "batch_size": (1, 2**20),
+    "accumulate": (1, 10**6),
+    # The number in a checkpoint's name has eight digits.
+    "steps": (1, 10**8 - 1),
+    "passes": (1, MOST_PASSES),
+    "min_passes": (1, MOST_PASSES),
+    "truncated_passes": (1, MOST_PASSES),
+    "adjoint_steps": (0, MOST_PASSES),
+    "warmup": (0, 10**8),
+    "eval_every": (1, 10**9),
+    "eval_tokens": (1, 10**12),
+    "save_every": (1, 10**9),
+    "keep": (1, 10**6),
+    "log_every": (1, 10**9),
+}
+"""The smallest and the largest value of every whole number, far beyond what a real run needs."""
+LARGEST_RANK = 2**16
+BYTES_PER_WEIGHT = 16
+"""Memory per trained weight in fp32: the weight, its gradient and the two moments of AdamW."""
+FEWEST_BYTES = 10
+"""Activations that a block keeps for the backward, per token and channel: at least five values in bf16."""
 
 
 @dataclass(frozen=True)
@@ -93,30 +119,21 @@ class TrainConfig:
     """Check the data against its checksums before training."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "block_size",
-            "batch_size",
-            "accumulate",
-            "steps",
-            "eval_every",
-            "save_every",
-            "keep",
-            "log_every",
-        ):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("passes", "min_passes", "eval_tokens"):
+        for name, (least, most) in LIMITS.items():
             if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
-        _at_least("warmup", self.warmup, 0)
-        _at_least("truncated_passes", self.truncated_passes, 1)
-        if self.adjoint_steps is not None:
-            _at_least("adjoint_steps", self.adjoint_steps, 0)
+                check_count(name, getattr(self, name), least, most)
+        for name in ("data", "out", "init_from", "wandb", "device"):
+            _check_text(name, getattr(self, name))
+        if self.init_from == "":
+            raise ContextReadyError("init_from is empty; name a run or checkpoint, or set init_from=none.")
+        if self.wandb is not None and not self.wandb.strip():
+            raise ContextReadyError("wandb is empty; name a Weights & Biases project, or set wandb=none.")
         if not 0.0 <= self.adjoint_tolerance < inf:
             raise ContextReadyError(
                 f"adjoint_tolerance must be at least 0 and finite, but got {self.adjoint_tolerance}."
             )
         if not 0 <= self.seed < 2**63:
-            raise ContextReadyError(f"seed must be from 0 to 2**63 - 1, but got {self.seed}.")
+            raise ContextReadyError(f"seed must be from 0 to 2**63 - 1, but got {shown(self.seed)}.")
         for name in ("lr", "clip"):
             if not 0.0 < getattr(self, name) < inf:
                 raise ContextReadyError(f"{name} must be greater than 0 and finite, but got {getattr(self, name)}.")
@@ -178,7 +195,10 @@ class PretrainedModelConfig:
     def __post_init__(self) -> None:
         check_correction("add" if self.correction is None else self.correction, self.correction_init)
         _one_of("tune", self.tune, ("all", "correction", "lora"))
-        _at_least("lora_rank", self.lora_rank, 1)
+        check_count("lora_rank", self.lora_rank, 1, LARGEST_RANK)
+        _check_text("pretrained", self.pretrained)
+        if not self.pretrained.strip():
+            raise ContextReadyError("pretrained is empty; name a folder, a GGUF file or a model on the Hub.")
         if self.tune != "lora" and self.lora_rank != PretrainedModelConfig.lora_rank:
             raise ContextReadyError(f"lora_rank={self.lora_rank} needs tune=lora, but tune={self.tune}.")
         if self.correction is None and self.tune == "correction":
@@ -202,9 +222,9 @@ class RunConfig:
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "RunConfig":
         """Create a run from the values that `as_dict` returns. Settings that did not exist yet get their defaults."""
-        train = build_settings(TrainConfig, with_new_names(saved["train"]))
-        task = task_from_dict(saved["task"]) if "task" in saved else None
-        return cls(build_model_settings(saved["model"]), train, task)
+        train = build_settings(TrainConfig, with_new_names(_section(saved, "train")))
+        task = task_from_dict(_section(saved, "task")) if "task" in saved else None
+        return cls(build_model_settings(_section(saved, "model")), train, task)
 
 
 MODEL_KEYS = [field.name for field in dataclasses.fields(ModelConfig)]
@@ -222,6 +242,9 @@ RENAMED = {"k_min": "min_passes"}
 
 def with_new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings under their current names."""
+    for old, new in RENAMED.items():
+        if old in settings and new in settings:
+            raise ContextReadyError(f"{old} and {new} are the same setting; remove one of the two.")
     return {RENAMED.get(key, key): value for key, value in settings.items()}
 
 
@@ -235,14 +258,21 @@ def build_run(settings: Mapping[str, Any]) -> RunConfig:
     for key in settings:
         if key in others and key not in ours:
             if key in MODEL_KEYS:
-                raise ContextReadyError(f"{key}={settings[key]} cannot be set for a pretrained model; leave {key} out.")
+                raise ContextReadyError(
+                    f"{key}={shown(settings[key])} cannot be set for a pretrained model; leave {key} out."
+                )
             raise ContextReadyError(
-                f"{key}={settings[key]} needs a pretrained model; set pretrained=FOLDER, or leave {key} out."
+                f"{key}={shown(settings[key])} needs a pretrained model; set pretrained=FOLDER, or leave {key} out."
             )
         if key not in ours and key not in TRAIN_KEYS:
-            raise ContextReadyError(f"Unknown setting '{key}'; {nearest(key, [*ours, *TRAIN_KEYS, *task_keys()])}")
+            known = [*ours, *TRAIN_KEYS, *task_keys()]
+            raise ContextReadyError(f"Unknown setting '{shown(key)}'; {nearest(key, known)}")
     model = build_model_settings({key: value for key, value in settings.items() if key in ours})
     train = build_settings(TrainConfig, {key: value for key, value in settings.items() if key in TRAIN_KEYS})
+    if not train.out:
+        raise ContextReadyError("out is empty; name a folder for the run, for example out=runs/mine.")
+    if task is None and not train.data:
+        raise ContextReadyError("data is empty; name a folder with prepared data, for example data=data/mini.")
     return RunConfig(model, _settle_passes(model, train), task)
 
 
@@ -303,7 +333,7 @@ def check_same_run(theirs: Mapping[str, Any], ours: RunConfig, where: str) -> No
     for part, settings in (("model", ours.model), ("train", ours.train), ("task", ours.task)):
         if settings is None:
             continue
-        saved, defaults = with_new_names(theirs[part]), type(settings)
+        saved, defaults = with_new_names(_section(theirs, part)), type(settings)
         mine = dataclasses.asdict(settings)
         # The gradient comes first, because the number of passes follows from it.
         for key in sorted(mine, key=lambda key: key != "gradient"):
@@ -316,11 +346,48 @@ def check_same_run(theirs: Mapping[str, Any], ours: RunConfig, where: str) -> No
                 )
 
 
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ContextReadyError(f"{name} must be at least {least}, but got {value}.")
+def _section(saved: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a part of the settings that a file contained."""
+    part = saved.get(name) if isinstance(saved, Mapping) else None
+    if not isinstance(part, Mapping):
+        raise ContextReadyError(f"The saved settings of this run lack the part '{name}'; their file is damaged.")
+    return part
+
+
+def check_run_memory(config: RunConfig, processes: int, on_cpu: bool) -> None:
+    """Refuse to start a run that cannot fit into this machine's memory, before anything is allocated.
+
+    Only what every run needs is counted, so a run that passes may still be too large: `crt plan` estimates the peak.
+    Every process creates the whole model in main memory first. On a GPU (not `on_cpu`), only that is checked.
+    """
+    t, model = config.train, config.model
+    if not isinstance(model, ModelConfig):
+        return
+    number = account(model).parameters
+    sharded = t.parallel == "fsdp" and processes > 1
+    weights = number * (BYTES_PER_WEIGHT if on_cpu and not sharded else BYTES_PER_WEIGHT // 4)
+    check_memory(
+        weights,
+        f"Training {number:,} parameters (width={model.width}, layers={model.layers})",
+        "choose a smaller width, vocab_size or number of layers (crt plan shows the memory in detail).",
+    )
+    tokens = -(-t.batch_size // processes) * t.block_size
+    # Tokens and targets are always in main memory. Without a GPU, so are the embeddings, and what the backward needs.
+    kept = 0 if t.checkpoint_passes or t.gradient != "unroll" else model.layers * (t.passes or 1)
+    per_token = 16 + (model.width * (2 + FEWEST_BYTES * kept) if on_cpu else 0)
+    check_memory(
+        weights + tokens * per_token,
+        f"A forward pass with batch_size={t.batch_size}, block_size={t.block_size} and passes={t.passes}",
+        "lower one of them, or split the batch with accumulate (crt plan shows the memory in detail).",
+    )
+
+
+def _check_text(name: str, value: str | None) -> None:
+    """Raise an error for text that cannot be the name of a file or be saved in one."""
+    if value is not None and ("\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value)):
+        raise ContextReadyError(f"{name} must be UTF-8 text without null characters; choose another name.")
 
 
 def _one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
     if value not in valid:
-        raise ContextReadyError(f"{name}={value} is unknown; {nearest(value, valid)}")
+        raise ContextReadyError(f"{name}={shown(value)} is unknown; {nearest(value, valid)}")

@@ -12,8 +12,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from contextready.data.batches import Sequences
 from contextready.data.shards import Data
 from contextready.errors import ContextReadyError, nearest
+from contextready.formats.limits import shown
+from contextready.formats.yaml_file import read_yaml
 from contextready.model.config import ModelConfig
 from contextready.model.correction import CORRECTIONS
 from contextready.runs.checkpoint import newest_checkpoint, open_checkpoint
@@ -38,6 +41,8 @@ OF_CORRECTION = (*OF_PASSES, "gradient")
 """Training settings that do not apply to a transformer."""
 OF_PRETRAINED = set(PRETRAINED_KEYS) - set(MODEL_KEYS)
 """Settings that only a pretrained model has."""
+EXAMPLES = {"data": "data/mini", "out": "runs/mine", "init_from": "runs/mini-n1", "pretrained": "smollm2-crt"}
+"""What the settings that name a folder look like."""
 FILES = "FILES"
 """Stands for the user's own text files in a suggested command."""
 
@@ -79,8 +84,8 @@ def recipe_names() -> list[str]:
 def load_recipe(name: str) -> Settings:
     """Return the settings of a recipe in the package, or of the user's own YAML file."""
     if _is_file(name):
-        if not Path(name).is_file():
-            raise ContextReadyError(f"There is no recipe file {name}.")
+        if not Path(name).exists():
+            raise ContextReadyError(f"There is no recipe file {shown(name)}.")
         return {"out": f"runs/{Path(name).stem}"} | _read(Path(name))
     if "/" not in name and (FOLDER / f"{name}.yaml").is_file():
         return {"out": f"runs/{name}"} | _read(FOLDER / f"{name}.yaml")
@@ -96,7 +101,9 @@ def load_recipe(name: str) -> Settings:
             "(crt train --list shows all)."
         )
     known = dict.fromkeys([*recipe_names(), *(name.rpartition("/")[2] for name in recipe_names())])
-    raise ContextReadyError(f"Unknown recipe '{name}'; {nearest(name, list(known))} Run crt train --list to see all.")
+    raise ContextReadyError(
+        f"Unknown recipe '{shown(name)}'; {nearest(name, list(known))} Run crt train --list to see all."
+    )
 
 
 def _is_file(recipe: str) -> bool:
@@ -139,17 +146,32 @@ def resolve(recipe: str, words: Sequence[str]) -> RunConfig:
                     f"{key}={given[key]} does not apply to gradient=bptt, which makes no parallel passes; set "
                     f"gradient=unroll, or leave {key} out."
                 )
-    for key in ("data", "out", "init_from", "pretrained"):
-        # YAML reads some paths as numbers or dates.
-        if settings.get(key) is not None:
-            settings[key] = str(settings[key])
+    on_text = settings.get("task", TEXT) == TEXT
+    for key in EXAMPLES:
+        if key in settings:
+            optional = key in ("init_from", "pretrained") or (key == "data" and not on_text)
+            settings[key] = _path(key, settings[key], optional)
     if "correction_init" not in settings and (begins := _correction_init(settings)) is not None:
         settings["correction_init"] = begins
     # A pretrained model and a task have their own vocabulary.
-    of_text = settings.get("task", TEXT) == TEXT and not settings.keys() & OF_PRETRAINED
+    of_text = on_text and not settings.keys() & OF_PRETRAINED
     if of_text and "vocab_size" not in settings and "data" in settings:
         settings["vocab_size"] = _vocab_size(settings["data"], recipe_settings)
     return build_run(settings)
+
+
+def _path(key: str, value: Any, may_be_none: bool) -> str | None:
+    """Return the path that a setting names, checked before the file system sees it."""
+    if value is None and may_be_none:
+        return None
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise ContextReadyError(f"{key} is empty; name a folder, for example {key}={EXAMPLES[key]}.")
+    # YAML reads some names as numbers, dates or booleans, and their text is lost: 12:30 is 750, and no is false.
+    if not isinstance(value, str):
+        raise ContextReadyError(f"{key} must be text, but got {shown(value)}; write the name in quotes.")
+    if "\0" in value:
+        raise ContextReadyError(f"{key} contains a null character; choose another name.")
+    return value
 
 
 def _given(words: Sequence[str]) -> dict[str, str]:
@@ -191,7 +213,11 @@ def check_inputs(recipe: str, words: Sequence[str], config: RunConfig, missing_o
         )
     if not isinstance(model, ModelConfig):
         return
-    size = Data(folder, verify=()).vocab_size
+    data = Data(folder, verify=())
+    size = data.vocab_size
+    if not missing_ok:
+        # A sequence longer than the data is reported as such, not as too large for the memory.
+        Sequences(data.tokens("train"), config.train.block_size)
     if "vocab_size" in _given(words) or _is_file(recipe):
         if size > model.vocab_size:
             raise ContextReadyError(
@@ -225,6 +251,7 @@ def _correction_init(settings: Settings) -> str | None:
     if (
         start is None
         or start.lower() == "none"
+        or not isinstance(correction, str)
         or correction not in CORRECTIONS
         or not CORRECTIONS[correction].parts.has_network
     ):
@@ -233,12 +260,7 @@ def _correction_init(settings: Settings) -> str | None:
 
 
 def _read(path: Path) -> Settings:
-    import yaml  # type: ignore[import-untyped]
-
-    try:
-        settings = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ContextReadyError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
+    settings = read_yaml(path)
     if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
         raise ContextReadyError(f"{path} contains no settings; write one key: value per line.")
     return with_new_names(settings)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from contextready.errors import ContextReadyError
+from contextready.formats.record import one_line
 
 METADATA = ".metadata"
 
@@ -41,12 +42,26 @@ def describe_saved(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {
-        name: (entry.size, entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    try:
+        entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+        described = {
+            name: (torch.Size(entry.size), entry.properties.dtype)
+            for name, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        size = sum(shape.numel() * dtype.itemsize for shape, dtype in described.values())
+    except Exception as error:  # unpickling can raise anything
+        raise ContextReadyError(
+            f"{folder / METADATA} cannot be read ({type(error).__name__}: {one_line(error)}); the checkpoint is "
+            "damaged."
+        ) from error
+    on_disk = sum(path.stat().st_size for path in folder.glob("*.distcp"))
+    if size > on_disk:
+        raise ContextReadyError(
+            f"{folder / METADATA} describes {size:,} bytes of tensors, but the files have only {on_disk:,}; the "
+            "checkpoint is damaged."
+        )
+    return described
 
 
 def read_whole(folder: Path) -> dict[str, Tensor]:
@@ -69,3 +84,5 @@ def _as_one_sentence(what: str) -> Iterator[None]:
         rank, (cause, _) = next(iter(error.failures.items()))
         reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
         raise ContextReadyError(f"{what} (process {rank}: {reason}); is the disk full?") from error
+    except OSError as error:
+        raise ContextReadyError(f"{what}: {error}.") from error

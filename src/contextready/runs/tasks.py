@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Protocol
 
 from contextready import registry
 from contextready.errors import ContextReadyError, nearest
+from contextready.formats.limits import shown
 from contextready.settings import build_settings
 
 TEXT = "text"
@@ -58,7 +59,7 @@ def split_task(settings: Mapping[str, Any]) -> tuple[Task | None, dict[str, Any]
     name = settings.get("task", TEXT)
     known = [TEXT, *registry.names("task")]
     if name not in known:
-        raise ContextReadyError(f"task={name} is unknown; {nearest(str(name), known)}")
+        raise ContextReadyError(f"task={shown(name)} is unknown; {nearest(str(name), known)}")
     if name == TEXT:
         if given:
             key = next(iter(given))
@@ -85,4 +86,7 @@ def task_as_dict(task: Task) -> dict[str, Any]:
 def task_from_dict(saved: Mapping[str, Any]) -> Task:
     """Create a task from the values that `task_as_dict` returns."""
     rest = {key: value for key, value in saved.items() if key != "name"}
-    return build_settings(task_class(saved.get("name", FIRST_TASK)), rest)
+    name = saved.get("name", FIRST_TASK)
+    if name not in registry.names("task"):
+        raise ContextReadyError(f"The task '{shown(name)}' is unknown; {nearest(str(name), registry.names('task'))}")
+    return build_settings(task_class(name), rest)

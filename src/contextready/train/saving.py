@@ -4,15 +4,14 @@ The moments of AdamW are named here. `torch.distributed.checkpoint.state_dict` c
 settings that are already in the run's configuration, under names that older checkpoints do not have.
 """
 
-import random
 from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from contextready.files import partial_name, read_json, staged_folder
+from contextready.errors import ContextReadyError
+from contextready.files import partial_name, staged_folder, writing
 from contextready.model.context_ready import ContextReady
 from contextready.runs.checkpoint import (
     Checkpoint,
@@ -22,12 +21,14 @@ from contextready.runs.checkpoint import (
     load_weights,
     named_weights,
     prune,
+    shapes_of,
     step_folder,
     write_rest,
     write_tensors,
 )
 from contextready.runs.config import RunConfig
 from contextready.runs.models import describe_model
+from contextready.runs.records import read_generators
 from contextready.runs.sharded import describe_saved, load_sharded, save_sharded
 from contextready.train.team import Team
 
@@ -46,7 +47,8 @@ def save_checkpoint(
     run = Path(config.train.out)
     folder = step_folder(run, progress.step)
     generators = _torch_generators(team)
-    (exists,) = team.sum(float(team.is_first and folder.exists()))
+    with writing(folder):
+        (exists,) = team.sum(float(team.is_first and folder.exists()))
     if not exists:
         named = named_weights(model)
         weights = {name: p.detach() for name, p in named.items()}
@@ -78,9 +80,10 @@ def restore(checkpoint: Checkpoint, model: ContextReady, optimizer: torch.optim.
         weights = {f"model/{name}": p.detach() for name, p in named.items()}
         load_sharded(checkpoint.folder, weights | _moments(named, optimizer))
     else:
-        load_weights(model, checkpoint.tensors("model"), checkpoint.folder)
-        moments = checkpoint.tensors("optimizer")
-        _empty_moments(named, optimizer, set(moments))
+        load_weights(model, checkpoint.tensors("model", shapes_of(named)), checkpoint.folder)
+        saved_names = checkpoint.saved_names("optimizer")
+        moments = checkpoint.tensors("optimizer", _moment_shapes(named, saved_names))
+        _empty_moments(named, optimizer, saved_names)
         for name, place in _moments(named, optimizer).items():
             fill(place, moments[name])
     _restore_generators(checkpoint, team)
@@ -98,6 +101,16 @@ def _empty_moments(named: dict[str, nn.Parameter], optimizer: torch.optim.Optimi
                 "step": torch.zeros((), device=device),
                 **{moment: torch.zeros_like(p.detach()) for moment in MOMENTS if moment != "step"},
             }
+
+
+def _moment_shapes(named: dict[str, nn.Parameter], saved: set[str]) -> dict[str, torch.Size]:
+    """Return the names and shapes of the moments of the weights that have any."""
+    return {
+        f"{moment}/{name}": torch.Size() if moment == "step" else p.shape
+        for name, p in named.items()
+        for moment in MOMENTS
+        if f"step/{name}" in saved
+    }
 
 
 def _moments(named: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -119,15 +132,18 @@ def _torch_generators(team: Team) -> dict[str, Tensor]:
 
 def _restore_generators(checkpoint: Checkpoint, team: Team) -> None:
     states, number = checkpoint.tensors("rng"), "" if team.is_first else f".{team.rank}"
-    if f"cpu{number}" in states:
-        torch.set_rng_state(states[f"cpu{number}"])
-    else:
-        # The run was saved with fewer processes, so this one draws its own dropout masks from here on.
-        team.seed(checkpoint.config["train"]["seed"] + checkpoint.progress.step)
-    if team.device.type != "cpu" and f"device{number}" in states:
-        torch.get_device_module(team.device).set_rng_state(states[f"device{number}"])
-    others = read_json(checkpoint.folder / "trainer.json")["rng"]
-    version, words, gauss = others["python"]
-    random.setstate((version, tuple(words), gauss))
-    algorithm, keys, *rest = others["numpy"]
-    np.random.set_state((algorithm, np.array(keys, dtype=np.uint32), *rest))
+    others = read_generators(checkpoint.folder / "trainer.json")
+    try:
+        if f"cpu{number}" in states:
+            torch.set_rng_state(states[f"cpu{number}"])
+        else:
+            # The run was saved with fewer processes, so this one draws its own dropout masks from here on.
+            team.seed(checkpoint.config["train"]["seed"] + checkpoint.progress.step)
+        if team.device.type != "cpu" and f"device{number}" in states:
+            torch.get_device_module(team.device).set_rng_state(states[f"device{number}"])
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ContextReadyError(
+            f"{checkpoint.folder / 'rng.safetensors'} does not hold states of torch's generators ({error}); the "
+            "checkpoint is damaged."
+        ) from None
+    others.restore()

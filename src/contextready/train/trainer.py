@@ -17,7 +17,7 @@ from torch import nn
 
 from contextready.device import find_device, multiplies_bf16
 from contextready.errors import ContextReadyError
-from contextready.files import locked, write_json
+from contextready.files import check_name, locked_folder, write_json
 from contextready.model.context_ready import ContextReady
 from contextready.runs import checkpoint as checkpoints
 from contextready.runs.config import RunConfig, check_for_team, check_same_run
@@ -62,7 +62,8 @@ class Result:
 def train(config: RunConfig, display: Display | None = None) -> Result:
     """Train until the last step. If the run has checkpoints, it resumes from the newest one."""
     with joined(config.train.device) as team, Interrupts() as interrupts:
-        lock = locked(Path(config.train.out) / ".lock", f"training in {config.train.out}")
+        check_name(Path(config.train.out))
+        lock = locked_folder(Path(config.train.out), f"training in {config.train.out}")
         with ExitStack() as held:
             team.let_first(lambda: held.enter_context(lock))
             return Trainer(config, display, team).run(interrupts)
@@ -82,6 +83,8 @@ class Trainer:
         self.device = self.team.device
 
         newest = self._newest()
+        # Everything that can be wrong with a checkpoint is found before a model is built.
+        saved = None if newest is None else self._open(newest)
         torch.manual_seed(t.seed)
         self.model = start_model(config.model).to(self.device)
         self.account = cost_of(config.model, self.model)
@@ -94,7 +97,7 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, config)
         if not self.team.is_first:
             self.team.seed(t.seed)
-        self.progress = self._start() if newest is None else self._resume(newest)
+        self.progress = self._start() if saved is None else restore(saved, self.model, self.optimizer, self.team)
         # A resumed run keeps the precision that it began with, even if "auto" would now choose another.
         self.bf16 = self.progress.precision == "bf16"
         if self.team.is_first:
@@ -114,8 +117,8 @@ class Trainer:
             )
         return newest
 
-    def _resume(self, newest: Path) -> checkpoints.Progress:
-        """Restore everything from the checkpoint."""
+    def _open(self, newest: Path) -> checkpoints.Checkpoint:
+        """Open the checkpoint to resume from, and check that it belongs to this run."""
         self.team.let_first(lambda: checkpoints.open_checkpoint(newest))
         saved = checkpoints.open_checkpoint(newest, verify=False)
         check_same_run(saved.config, self.config, str(newest))
@@ -124,7 +127,9 @@ class Trainer:
                 f"{newest} was trained on other data than {self.source.name}; set data= to the original data, or "
                 "choose another out=."
             )
-        return restore(saved, self.model, self.optimizer, self.team)
+        if not saved.sharded:
+            saved.check_weights()
+        return saved
 
     def _start(self) -> checkpoints.Progress:
         """Return the progress of a new run."""
@@ -325,7 +330,8 @@ def load_origin(model: ContextReady, config: RunConfig, origin: checkpoints.Chec
         )
     target = model.backbone if model.is_recurrent and origin.native_config.correction is None else model
     assert isinstance(target, nn.Module)
-    checkpoints.load_weights(target, origin.tensors("model"), origin.folder)
+    expected = checkpoints.shapes_of(checkpoints.named_weights(target))
+    checkpoints.load_weights(target, origin.tensors("model", expected), origin.folder)
 
 
 def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
