@@ -1,12 +1,12 @@
-"""Complete files and folders, their modes, checksums, locks, optional packages, and hints in error messages."""
+"""Complete files and folders, their modes and checksums, optional packages, and hints in error messages."""
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import stat
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from contextready.errors import ContextReadyError, nearest
 from contextready.extras import install_command, require
 from contextready.files import (
+    check_name,
     check_sums,
     describe_file,
     is_disk_full,
-    locked,
     partial_name,
     read_json,
     read_manifest,
@@ -142,7 +142,7 @@ def test_a_folder_created_in_the_meantime_is_kept(tmp_path):
     (staged.__enter__() / "mine").touch()
     out.mkdir()
     (out / "theirs").touch()
-    with pytest.raises(OSError, match="not empty"):
+    with pytest.raises(ContextReadyError, match="out was created by another process in the meantime and is kept"):
         staged.__exit__(None, None, None)
     assert [path.name for path in out.iterdir()] == ["theirs"]
     assert list(tmp_path.iterdir()) == [out]
@@ -225,7 +225,15 @@ def test_changed_files_are_refused(described):
         (b'{"format": "other", "version": 1}', "its manifest.json has another format"),
         (b'{"format": "kind", "version": 7}', "format version 7, which needs a newer contextready"),
         (b'{"format": ', "manifest.json cannot be read as JSON: "),
-        (b"\xff", "manifest.json cannot be read as JSON: "),
+        (b"\xff", "manifest.json is not UTF-8 text"),
+        (b'{"format": "kind", "version": true}', "manifest.json has no valid version"),
+        (b'{"format": "kind", "version": 1}', "manifest.json lacks the key 'files'"),
+        (b'{"format": "kind", "version": 1, "files": []}', "files must be an object"),
+        (b'{"format": "kind", "version": 1, "files": {"a": 3}}', "manifest.json, files, a must be an object"),
+        (b'{"format": "kind", "version": 1, "files": {"a": {"bytes": 1}}}', "files, a lacks the key 'sha256'"),
+        (b'{"format": "kind", "version": 1, "files": {"../a": {}}}', "must be the plain name of a file"),
+        (b'{"format": "kind", "version": 1, "files": {"/etc/passwd": {}}}', "must be the plain name of a file"),
+        (b"[" * 100_000, "nested too deeply"),
     ],
 )
 def test_other_manifests_are_refused(tmp_path, content, message):
@@ -233,6 +241,21 @@ def test_other_manifests_are_refused(tmp_path, content, message):
         (tmp_path / "manifest.json").write_bytes(content)
     with pytest.raises(ContextReadyError, match=message):
         read_manifest(tmp_path, "kind", "a thing")
+
+
+def test_what_the_manifest_does_not_list_has_no_checksum(described):
+    with pytest.raises(ContextReadyError, match=r"manifest\.json does not list c\. The folder is damaged"):
+        check_sums(described, read_manifest(described, "kind", "a thing"), ["c"])
+
+
+def test_a_file_that_cannot_be_read_is_one_sentence(described, monkeypatch):
+    def broken(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    manifest = read_manifest(described, "kind", "a thing")
+    monkeypatch.setattr(hashlib, "file_digest", broken)
+    with pytest.raises(ContextReadyError, match=r"a cannot be read: .*Input/output error"):
+        check_sums(described, manifest)
 
 
 def test_json_is_replaced_in_one_step(tmp_path):
@@ -248,18 +271,27 @@ def test_json_is_replaced_in_one_step(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_lock_keeps_others_out_and_is_released(tmp_path):
-    lock = tmp_path / "new" / ".lock"
-    with locked(lock, "writing it"):
-        with (
-            pytest.raises(ContextReadyError, match="Another process is writing it; wait for it"),
-            locked(lock, "writing it"),
-        ):
-            pass
-        with lock.open() as file, pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    with locked(lock, "writing it"):
-        pass
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), SafetensorError("os error 5")])
+@pytest.mark.parametrize("staged", [staged_folder, staged_file])
+def test_an_input_or_output_error_is_one_sentence_and_leaves_nothing(tmp_path, staged, error):
+    with pytest.raises(ContextReadyError, match=r"out could not be written: ") as refusal, staged(tmp_path / "out"):
+        raise error
+    assert "\n" not in str(refusal.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [os.fsdecode(b"r\xff"), "a\0b"])
+def test_names_that_could_not_be_recorded_are_refused(name):
+    with pytest.raises(ContextReadyError, match="choose another name") as refusal:
+        check_name(Path(name))
+    str(refusal.value).encode("utf-8")
+    check_name(Path("é/日本"))
+
+
+@pytest.mark.parametrize("name", ["", "/", "a/.."])
+def test_a_target_needs_a_name(name):
+    with pytest.raises(ContextReadyError, match="is not a name for a new file or folder"):
+        partial_name(Path(name))
 
 
 def test_installed_packages_are_imported():

@@ -36,7 +36,7 @@ import contextready
 names = [m.name for m in pkgutil.walk_packages(contextready.__path__, "contextready.")]
 # Classes of Hugging Face can only be defined where it is: these modules are imported after it was asked for.
 at_home_there = ("backbone", "base", "cache", "configuration", "convert", "finetune", "folder", "modeling", "native")
-at_home_there += ("provider", "trainer")
+at_home_there += ("proof", "provider", "trainer")
 for name in names:
     if name not in [f"contextready.hf.{module}" for module in at_home_there]:
         importlib.import_module(name)

@@ -4,6 +4,7 @@ from contextready import ContextReadyError, ModelConfig
 from contextready.settings import build_settings, parse_assignments
 
 SHAPE = {"vocab_size": "16_000", "width": "64", "layers": "1", "heads": "4"}
+REST = ["vocab_size=9", "layers=1", "heads=1"]
 
 
 def test_words_become_typed_fields():
@@ -49,9 +50,39 @@ def test_plain_values_are_checked_too():
         ),
         (["width=8", "width=9"], "'width' is set twice"),
         (["width"], "'width' is not a setting; write it as key=value"),
+        (["w" * 5000], "'" + "w" * 59 + "…' is not a setting"),
+        (["x" * 5000 + "=1"], "Unknown setting '" + "x" * 59 + "…'"),
+        (["width=", "vocab_size=9", "layers=1", "heads=1"], "width must be a whole number, but it is empty."),
+        (["width=" + "9" * 400, *REST], "width must be at most 1,048,576, but got a number with more than 15 digits."),
+        (["width=" + "9" * 5000, *REST], "width is a number with 5,000 digits, which is too large."),
+        (["width=-" + "9" * 5000, *REST], "width must be a whole number, but got -9999"),
+        (["rope_base=" + "9" * 400, "width=8", *REST], "rope_base must be greater than 1 (usually 10000) and at most"),
+        (["rope_base=nan", "width=8", *REST], "but got nan."),
+        (["window=4611686018427387904", "width=8", *REST], "window must be at most 2,147,483,647"),
     ],
 )
 def test_bad_settings_say_what_is_wrong(words, message):
     with pytest.raises(ContextReadyError) as error:
         build_settings(ModelConfig, parse_assignments(words))
     assert message in str(error.value)
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("vocab_size", 2**31 - 1), ("width", 2**20), ("layers", 10**6), ("heads", 2**20), ("window", 2**31 - 1)],
+)
+def test_every_size_of_a_model_has_a_limit(name, most):
+    values = {"vocab_size": 9, "width": 2**20, "layers": 1, "heads": 2}
+    if name != "heads":
+        assert getattr(build_settings(ModelConfig, values | {name: most}), name) == most
+    with pytest.raises(ContextReadyError, match=f"{name} must be at most {most:,}, but got {most + 1}"):
+        build_settings(ModelConfig, values | {name: most + 1})
+
+
+@pytest.mark.parametrize("value", [10**5000, 10**400, [10**5000]], ids=["5000 digits", "400 digits", "list"])
+def test_long_numbers_from_files_are_refused(value):
+    values = {"vocab_size": 9, "width": 8, "layers": 1, "heads": 2}
+    for name in ("width", "dropout", "window", "bias", "correction"):
+        with pytest.raises(ContextReadyError, match=name):
+            build_settings(ModelConfig, values | {name: value})

@@ -2,7 +2,9 @@
 
 import sys
 
-from contextready.cli.main import main
-
 if __name__ == "__main__":
+    try:
+        from contextready.cli.main import main
+    except KeyboardInterrupt:
+        sys.exit(130)
     sys.exit(main())

@@ -3,6 +3,7 @@
 import torch
 
 from contextready.errors import ContextReadyError
+from contextready.formats.limits import shown
 
 
 def find_device(name: str) -> torch.device:
@@ -12,10 +13,15 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError):
+        # torch accepts numbered CPUs, but then their tensors do not match those of the CPU.
+        available = device.type != "cpu" or name == "cpu"
+    # Some backends raise an ImportError, because they come as packages of their own.
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError, ValueError):
+        available = False
+    if not available:
         raise ContextReadyError(
-            f"device={name} is not available on this machine; choose cpu, cuda, mps or auto."
-        ) from None
+            f"device={shown(name)} is not available on this machine; choose cpu, cuda, mps or auto."
+        )
     return device
 
 

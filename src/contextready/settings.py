@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 from contextready.errors import ContextReadyError, nearest
+from contextready.formats.limits import shown
 
 Settings = TypeVar("Settings")
 
@@ -23,9 +24,9 @@ def parse_assignments(words: Sequence[str]) -> dict[str, str]:
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key:
-            raise ContextReadyError(f"'{word}' is not a setting; write it as key=value, for example width=256.")
+            raise ContextReadyError(f"'{shown(word)}' is not a setting; write it as key=value, for example width=256.")
         if key in pairs:
-            raise ContextReadyError(f"'{key}' is set twice; remove one of the two.")
+            raise ContextReadyError(f"'{shown(key)}' is set twice; remove one of the two.")
         pairs[key] = text
     return pairs
 
@@ -36,7 +37,7 @@ def build_settings(cls: type[Settings], values: Mapping[str, Any]) -> Settings:
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in values:
         if key not in fields:
-            raise ContextReadyError(f"Unknown setting '{key}'; {nearest(key, list(fields))}")
+            raise ContextReadyError(f"Unknown setting '{shown(key)}'; {nearest(str(key), list(fields))}")
     missing = [
         name
         for name, field in fields.items()
@@ -77,11 +78,18 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
         try:
             return _BOOLEANS[value.lower()] if hint is bool else hint(value.replace("_", ""))
         except (ValueError, KeyError):
-            raise ContextReadyError(f"{key} must be {_KIND[hint]}, but got {value}.") from None
+            if hint is int and value.isdecimal():
+                # Python does not convert numbers with thousands of digits.
+                raise ContextReadyError(f"{key} is a number with {len(value):,} digits, which is too large.") from None
+            got = f"got {shown(value)}" if value else "it is empty"
+            raise ContextReadyError(f"{key} must be {_KIND[hint]}, but {got}.") from None
     if hint is float and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ContextReadyError(f"{key} must be a number, but got {shown(value)}.") from None
     if type(value) is not hint:
-        raise ContextReadyError(f"{key} must be {_KIND[hint]}, but got {value!r}.")
+        raise ContextReadyError(f"{key} must be {_KIND[hint]}, but got {shown(value)}.")
     return value
 
 

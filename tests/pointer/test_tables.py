@@ -43,7 +43,7 @@ def test_the_rows_of_the_miniature():
         assert (run.train.seed, run.train.out) == (3, f"runs/x/{trial.key}-seed3")
     # All other settings are the same for all rows.
     runs = [resolve_pointer(trial.words(0, Path("runs"))).train for trial in table]
-    same = {"out": "", "gradient": "unroll", "passes": 1, "min_passes": None, "eval_every": 100}
+    same = {"out": "x", "gradient": "unroll", "passes": 1, "min_passes": None, "eval_every": 100}
     assert len({replace(t, **same) for t in runs}) == 1
     assert {(t.gradient, t.eval_every) for t in runs} == {("bptt", 50), ("unroll", 100)}
     assert {t.precision for t in runs} == {"fp32"}

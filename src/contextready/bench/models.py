@@ -1,13 +1,15 @@
 """The models of a benchmark: loaded or created with random weights; prompt reading and memory are measured here."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from contextready.errors import ContextReadyError
+from contextready.formats.limits import check_memory
 from contextready.infer.engine import EXPORTED
 from contextready.infer.ggml.file import read_gguf
 from contextready.model.config import ModelConfig
@@ -18,6 +20,8 @@ from contextready.runs.checkpoint import Checkpoint, data_of, open_checkpoint
 from contextready.settings import build_settings
 from contextready.solve.prefill import SOLVERS, prefill
 
+FLOAT = 4
+"""Bytes of a number in fp32."""
 LONGEST_TEXT = 2**16
 """Largest number of tokens of real text that are kept as prompts."""
 
@@ -33,24 +37,45 @@ class BenchModel(NamedTuple):
     """Token ids of real text to read, if the model's training data is still available."""
 
 
-def open_models(words: Sequence[str]) -> list[BenchModel]:
-    """Open runs, checkpoints and exported files; paper models and `key=value` models get random weights."""
+def open_models(words: Sequence[str], tokens: int = 0) -> list[BenchModel]:
+    """Open runs, checkpoints and exported files; paper models and `key=value` models get random weights.
+
+    Before any weights are allocated, models that cannot fit into memory together are refused, with a cache for `tokens`
+    tokens each.
+    """
     paths = [word for word in words if Path(word).is_dir()]
     files = [word for word in words if Path(word).suffix == EXPORTED]
     named = [word for word in words if word not in (*paths, *files)]
-    models = []
+    ways: list[tuple[str, Account, Callable[[], ContextReady | Path], Checkpoint | None]] = []
     for file in files:
         fields = asdict(read_gguf(file).config)
         config = build_settings(ModelConfig, {key: fields[key] for key in fields if key != "correction_bias"})
-        models.append(BenchModel(file, account(config), Path(file), None))
+        ways.append((file, account(config), partial(Path, file), None))
     for path in paths:
         checkpoint = open_checkpoint(Path(path))
-        cost, text = account(checkpoint.native_config), _text(checkpoint)
-        models.append(BenchModel(path, cost, checkpoint.model(), text))
+        ways.append((path, account(checkpoint.native_config), checkpoint.model, checkpoint))
     for entry in entries(named) if named else []:
-        torch.manual_seed(0)
-        models.append(BenchModel(entry.name, entry.account, build_model(entry.account.config), None))
-    return models
+        ways.append((entry.name, entry.account, partial(_random_model, entry.account.config), None))
+    _check_memory([cost for _, cost, _, _ in ways], tokens)
+    return [
+        BenchModel(label, cost, build(), None if checkpoint is None else _text(checkpoint))
+        for label, cost, build, checkpoint in ways
+    ]
+
+
+def _random_model(config: ModelConfig) -> ContextReady:
+    torch.manual_seed(0)
+    return build_model(config)
+
+
+def _check_memory(costs: Sequence[Account], tokens: int) -> None:
+    """Refuse models whose weights and caches are together larger than the memory."""
+    weights = sum(FLOAT * cost.parameters for cost in costs)
+    # With a window, an engine reserves the whole window.
+    caches = sum((cost.config.window or tokens) * cost.kv_bytes_per_token() for cost in costs)
+    what = "This model" if len(costs) == 1 else "These models together"
+    check_memory(weights, what, "name fewer or smaller models.")
+    check_memory(weights + caches, f"{what} with the cache", "lower --contexts, --tokens or the window.")
 
 
 def measure_prefill(one: BenchModel, lengths: Sequence[int]) -> list[dict[str, Any]]:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from contextready.cli.console import make_console
-from contextready.cli.options import Verbs, parse_numbers, verb
+from contextready.cli.options import Verbs, parse_numbers, verb, whole_number
 from contextready.errors import ContextReadyError, nearest
 from contextready.files import to_json
+from contextready.formats.limits import check_count, shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +27,10 @@ crt bench runs/mini-d1 --prefill 128,256
 crt bench owt-d1-c2048 owt-n6-c1088 --engines ggml --precisions f32,q8_0 --peers
 crt bench vocab_size=4096 width=256 layers=1 heads=4 correction=add --contexts 100,1000 --plot bench.png
 """
+LONGEST = 2**24
+"""The longest context or prompt in tokens."""
+MOST = {"tokens": 10**6, "rounds": 10**5, "threads": 512}
+"""The largest value of each number; ggml runs at most 512 threads."""
 BOUND = 0.7
 """From this fraction of the bandwidth on, decoding counts as limited by memory."""
 CACHED = 1.1
@@ -51,10 +56,10 @@ def add(verbs: Verbs) -> None:
         "--precisions", default="f32,q8_0", help="comma-separated list of f32, f16, q8_0, q4_0; only for ggml"
     )
     bench.add_argument("--contexts", default="256", help="context lengths in tokens, separated by commas")
-    bench.add_argument("--tokens", type=int, default=32, help="number of tokens timed per round")
-    bench.add_argument("--rounds", type=int, default=5, help="number of rounds")
+    bench.add_argument("--tokens", type=whole_number, default=32, help="number of tokens timed per round")
+    bench.add_argument("--rounds", type=whole_number, default=5, help="number of rounds")
     bench.add_argument(
-        "--threads", type=int, default=os.cpu_count() or 1, help="number of threads (default: all cores)"
+        "--threads", type=whole_number, default=os.cpu_count() or 1, help="number of threads (default: all cores)"
     )
     bench.add_argument(
         "--peers", action="store_true", help="compare every transformer with Hugging Face and llama.cpp models"
@@ -72,12 +77,12 @@ def _run(options: argparse.Namespace) -> None:
         what=options.what,
         engines=options.engines.split(","),
         precisions=options.precisions.split(","),
-        contexts=parse_numbers("--contexts", options.contexts, "256,1024", may_be_empty=True),
+        contexts=parse_numbers("--contexts", options.contexts, "256,1024", LONGEST, may_be_empty=True),
         tokens=options.tokens,
         rounds=options.rounds,
         threads=options.threads,
         peers=options.peers,
-        prefill=parse_numbers("--prefill", options.prefill, "256,1024", may_be_empty=True),
+        prefill=parse_numbers("--prefill", options.prefill, "256,1024", LONGEST, may_be_empty=True),
     )
     run_bench(bench, options.json, options.plot)
 
@@ -112,7 +117,7 @@ def run_bench(bench: Bench, as_json: bool = False, plot: Path | None = None) -> 
     console, messages = make_console(tables=True, file_width=FILE_WIDTH), make_console(stderr=True)
     torch.set_num_threads(bench.threads)
     with messages.status("building models") as status, tempfile.TemporaryDirectory() as scratch, torch.inference_mode():
-        models = open_models(bench.what or PAIRS)
+        models = open_models(bench.what or PAIRS, max(bench.contexts) + bench.tokens)
         contestants = _contestants(bench, models, Path(scratch))
         timings, bandwidth = race(contestants, bench.contexts, bench.tokens, bench.rounds, status.update)
         for contestant in contestants:
@@ -244,13 +249,11 @@ def _check(bench: Bench) -> None:
     for what, given, known in (("engine", bench.engines, ENGINES), ("precision", bench.precisions, tuple(BITS))):
         for name in given:
             if name not in known:
-                raise ContextReadyError(f"Unknown {what} '{name}'; {nearest(name, known)}")
+                raise ContextReadyError(f"Unknown {what} '{shown(name)}'; {nearest(name, known)}")
     for option in ("contexts", "prefill"):
         for value in getattr(bench, option):
-            if value < 1:
-                raise ContextReadyError(f"--{option} must be at least 1, but got {value}.")
+            check_count(f"--{option}", value, 1, LONGEST)
     if not bench.contexts:
         raise ContextReadyError("--contexts is empty; give at least one context length, for example 256.")
-    for option in ("tokens", "rounds", "threads"):
-        if getattr(bench, option) < 1:
-            raise ContextReadyError(f"--{option} must be at least 1, but got {getattr(bench, option)}.")
+    for option, most in MOST.items():
+        check_count(f"--{option}", getattr(bench, option), 1, most)

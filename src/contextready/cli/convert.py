@@ -3,8 +3,9 @@
 import argparse
 from pathlib import Path
 
-from contextready.cli.options import Verbs, verb
+from contextready.cli.options import Verbs, verb, whole_number
 from contextready.files import to_json
+from contextready.hf.trust import add_trust_option
 
 EXAMPLES = """
 crt convert HuggingFaceTB/SmolLM2-135M smollm2-crt
@@ -30,10 +31,10 @@ def add(verbs: Verbs) -> None:
     convert.add_argument("out", type=Path, help="folder to create; it must not exist yet")
     convert.add_argument("--correction", default="add", help="one of the corrections listed below")
     convert.add_argument("--bias", action="store_true", help="use biases in the correction")
-    convert.add_argument("--passes", type=int, default=5, help="K for training with transformers' Trainer")
+    convert.add_argument("--passes", type=whole_number, default=5, help="K for training with transformers' Trainer")
     convert.add_argument("--best", action="store_true", help="use the best checkpoint of a run instead of the newest")
     convert.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    convert.set_defaults(run=_run)
+    add_trust_option(convert, _run)
 
 
 def _describe_corrections() -> str:

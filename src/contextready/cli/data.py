@@ -5,13 +5,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from contextready.cli.console import make_console
-from contextready.cli.options import VerbParser, Verbs, verb
+from contextready.cli.options import LARGEST_SEED, VerbParser, Verbs, check_most, verb, whole_number
 from contextready.cli.progress import ProgressReport
 from contextready.errors import ContextReadyError
+from contextready.formats.limits import shown
 
 if TYPE_CHECKING:
     from contextready.data.prepare import Preparation
     from contextready.data.shards import Data
+
+
+MOST_IDS = 2**31 - 1
+"""The largest vocabulary."""
+MOST = 10**15
+"""The largest number of tokens in a shard, or of bytes of text."""
+MOST_EXCERPTS = 10_000
+MOST_SHOWN = 10**6
+"""Tokens of the longest excerpt."""
 
 
 def add(verbs: Verbs) -> None:
@@ -54,15 +64,17 @@ def _add_prepare(subverbs: Verbs) -> None:
         help="without --val: fraction of the documents for validation, chosen by a hash of each document (default: "
         "0.05 for the corpora default, sotu and stdlib, 0.005 for everything else)",
     )
-    prepare.add_argument("--vocab-size", type=int, help="train a byte-level BPE tokenizer of this size")
+    prepare.add_argument("--vocab-size", type=whole_number, help="train a byte-level BPE tokenizer of this size")
     prepare.add_argument("--tokenizer", help="use an existing tokenizer.json, or the one in this folder")
     prepare.add_argument("--end-token", help="token that ends documents, if the tokenizer does not name it")
-    prepare.add_argument("--end-id", type=int, help="id of the token that ends documents, if there is no tokenizer")
+    prepare.add_argument(
+        "--end-id", type=whole_number, help="id of the token that ends documents, if there is no tokenizer"
+    )
     prepare.add_argument("--field", default="text", help="field or column with the text in .jsonl and .parquet files")
-    prepare.add_argument("--shard-tokens", type=int, default=100_000_000, help="tokens per shard")
+    prepare.add_argument("--shard-tokens", type=whole_number, default=100_000_000, help="tokens per shard")
     prepare.add_argument(
         "--tokenizer-bytes",
-        type=int,
+        type=whole_number,
         default=1_000_000_000,
         help="train the tokenizer on about this many bytes of text (default: 1 GB)",
     )
@@ -79,15 +91,19 @@ def _add_show(subverbs: Verbs) -> None:
     )
     show.add_argument("data", type=Path, help="folder of prepared data")
     show.add_argument("--split", choices=["train", "val"], default="train", help="split to show")
-    show.add_argument("--count", type=int, default=3, help="number of excerpts")
-    show.add_argument("--tokens", type=int, default=64, help="tokens per excerpt")
-    show.add_argument("--seed", type=int, default=0, help="seed that chooses the excerpts")
+    show.add_argument("--count", type=whole_number, default=3, help="number of excerpts")
+    show.add_argument("--tokens", type=whole_number, default=64, help="tokens per excerpt")
+    show.add_argument("--seed", type=whole_number, default=0, help="seed that chooses the excerpts")
     show.set_defaults(run=_run_show)
 
 
 def _run_prepare(options: argparse.Namespace) -> None:
     from contextready.data.prepare import Preparation
 
+    check_most("--vocab-size", options.vocab_size, MOST_IDS)
+    check_most("--end-id", options.end_id, MOST_IDS)
+    check_most("--shard-tokens", options.shard_tokens, MOST)
+    check_most("--tokenizer-bytes", options.tokenizer_bytes, MOST)
     run_prepare(
         options.out,
         Preparation(
@@ -144,8 +160,12 @@ def show(folder: Path, split: str, count: int, tokens: int, seed: int) -> None:
 
     if count < 1 or tokens < 1 or seed < 0:
         raise ContextReadyError(
-            f"--count and --tokens must be at least 1 and --seed at least 0, but got {count}, {tokens} and {seed}."
+            "--count and --tokens must be at least 1 and --seed at least 0, but got "
+            f"{shown(count)}, {shown(tokens)} and {shown(seed)}."
         )
+    check_most("--count", count, MOST_EXCERPTS)
+    check_most("--tokens", tokens, MOST_SHOWN)
+    check_most("--seed", seed, LARGEST_SEED)
     data = Data(folder, verify=[split])
     held, tokenizer = data.tokens(split), data.tokenizer()
     counts = data.manifest["splits"][split]

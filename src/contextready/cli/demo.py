@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 from contextready.cli.console import make_console
 from contextready.cli.data import run_prepare
 from contextready.cli.eval import print_evaluation
-from contextready.cli.options import Verbs, verb
+from contextready.cli.options import Verbs, verb, whole_number
+from contextready.cli.train import check_fits
 from contextready.errors import ContextReadyError
+from contextready.formats.limits import check_count
 
 if TYPE_CHECKING:
     from contextready.data.tokenizer import Tokenizer
@@ -41,7 +43,9 @@ def add(verbs: Verbs) -> None:
         verbs, "demo", "train a small context-ready model and a transformer, and compare", DESCRIPTION, EXAMPLES
     )
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the data and the runs")
-    demo.add_argument("--steps", type=int, help="training steps of each model (default: 800, as in the recipes)")
+    demo.add_argument(
+        "--steps", type=whole_number, help="training steps of each model (default: 800, as in the recipes)"
+    )
     demo.set_defaults(run=_run)
 
 
@@ -58,9 +62,13 @@ def run_demo(out: Path, steps: int | None = None) -> int:
     from contextready.evaluate.curves import draw, read_curve
     from contextready.evaluate.evaluate import evaluate_checkpoint
     from contextready.runs.checkpoint import open_checkpoint
+    from contextready.runs.config import LIMITS
     from contextready.runs.recipes import resolve
     from contextready.train.trainer import train
 
+    if steps is not None:
+        # Refused before the data is prepared.
+        check_count("--steps", steps, *LIMITS["steps"])
     console = make_console(tables=True)
     folder = out / "data"
     if not folder.exists():
@@ -71,6 +79,7 @@ def run_demo(out: Path, steps: int | None = None) -> int:
     changes = [] if steps is None else [f"steps={steps}"]
     for name, recipe in RECIPES.items():
         config = resolve(recipe, [f"data={folder}", f"out={out / name}", *changes])
+        check_fits(config)
         result = train(config, ConsoleDisplay(console))
         if result.stopped_by is not None:
             console.print("Stopped. Run the same command again to resume.")

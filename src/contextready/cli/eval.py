@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from contextready.cli.console import make_console
-from contextready.cli.options import Verbs, parse_numbers, verb
+from contextready.cli.options import Verbs, check_most, parse_numbers, verb, whole_number
 from contextready.cli.progress import ProgressReport
 from contextready.cli.tables import Figure, Value, as_csv, as_markdown, as_text
 from contextready.errors import ContextReadyError
 from contextready.files import to_json
+from contextready.formats.limits import check_count
+from contextready.hf.trust import add_trust_option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,6 +26,8 @@ crt eval runs/mini-d1 runs/mini-n1-ffn
 crt eval runs/mini-d1 --passes 1,5 --tokens 65536 --csv
 crt eval smollm2 smollm2-crt --tasks lambada=lambada_test.jsonl --limit 500
 """
+MOST = {"block-size": 2**24, "tokens": 10**12, "limit": 10**9, "shots": 1000, "batch-size": 2**16}
+"""The largest value of each option."""
 ERRORS = "± = standard error over the validation windows of one trained model, not over seeds."
 MISSING = "– = does not apply to a plain transformer, which makes a single pass and no correction."
 
@@ -54,10 +58,10 @@ def add(verbs: Verbs) -> None:
         "--passes", default="1,2,3,5,10", metavar="K,…", help="values of K, the number of parallel passes"
     )
     evaluate.add_argument(
-        "--block-size", type=int, metavar="N", help="tokens per validation window (default: as in training)"
+        "--block-size", type=whole_number, metavar="N", help="tokens per validation window (default: as in training)"
     )
     evaluate.add_argument(
-        "--tokens", type=int, metavar="N", help="evaluate only the first N validation tokens (default: all)"
+        "--tokens", type=whole_number, metavar="N", help="evaluate only the first N validation tokens (default: all)"
     )
     evaluate.add_argument("--no-sequential", action="store_true", help="do not evaluate streaming mode")
     evaluate.add_argument("--device", default="auto", help="cpu, cuda, mps or auto")
@@ -69,7 +73,7 @@ def add(verbs: Verbs) -> None:
     ):
         layout.add_argument(f"--{name}", dest="layout", action="store_const", const=name, help=f"print {what}")
     _add_task_options(evaluate.add_argument_group("tasks from lm-evaluation-harness"))
-    evaluate.set_defaults(run=_run)
+    add_trust_option(evaluate, _run)
 
 
 def _add_task_options(parser: argparse._ArgumentGroup) -> None:
@@ -81,21 +85,31 @@ def _add_task_options(parser: argparse._ArgumentGroup) -> None:
     )
     parser.add_argument("--tasks-path", type=Path, metavar="FOLDER", help="folder with your own tasks (YAML)")
     parser.add_argument(
-        "--limit", type=int, metavar="N", help="score only the first N documents of each task (default: all)"
+        "--limit", type=whole_number, metavar="N", help="score only the first N documents of each task (default: all)"
     )
     parser.add_argument(
-        "--shots", type=int, metavar="N", help="examples before each question (default: as the task specifies)"
+        "--shots", type=whole_number, metavar="N", help="examples before each question (default: as the task specifies)"
     )
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="number of texts scored at once")
+    parser.add_argument(
+        "--batch-size", type=whole_number, default=8, metavar="N", help="number of texts scored at once"
+    )
 
 
 def _run(options: argparse.Namespace) -> None:
+    for name, most in MOST.items():
+        check_most(f"--{name}", getattr(options, name.replace("-", "_")), most)
     if options.tasks is None:
+        # Imported here, because it imports torch.
+        from contextready.model.checks import MOST_PASSES
+
+        for name in ("block-size", "tokens"):
+            if (value := getattr(options, name.replace("-", "_"))) is not None:
+                check_count(f"--{name}", value, 1, MOST[name])
         run_eval(
             options.runs,
             data_folder=options.data,
             best=options.best,
-            passes=parse_numbers("--passes", options.passes, "1,2,5"),
+            passes=parse_numbers("--passes", options.passes, "1,2,5", MOST_PASSES),
             block_size=options.block_size,
             tokens=options.tokens,
             sequential=not options.no_sequential,

@@ -4,9 +4,13 @@ import argparse
 from math import log10
 
 from contextready.cli.console import make_console
-from contextready.cli.options import Verbs, verb
+from contextready.cli.options import Verbs, verb, whole_number
 from contextready.files import to_json
+from contextready.formats.limits import check_count
 
+MOST_LAYERS = 128
+LARGEST_WIDTH = 4096
+"""The model is built for real, so it must be small."""
 SHOWN = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 """Passes that get a row in the table, in addition to the last one."""
 EXAMPLES = """
@@ -27,10 +31,12 @@ def add(verbs: Verbs) -> None:
         "converge to the streamed outputs. Takes a few seconds.",
         EXAMPLES,
     )
-    exact.add_argument("--tokens", type=int, default=48, metavar="T", help="sequence length, from 8 to 2048")
-    exact.add_argument("--layers", type=int, default=1, metavar="D", help="number of blocks")
-    exact.add_argument("--width", type=int, default=64, metavar="C", help="number of channels, a multiple of 8")
-    exact.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the weights and tokens")
+    exact.add_argument("--tokens", type=whole_number, default=48, metavar="T", help="sequence length, from 8 to 2048")
+    exact.add_argument("--layers", type=whole_number, default=1, metavar="D", help="number of blocks")
+    exact.add_argument(
+        "--width", type=whole_number, default=64, metavar="C", help="number of channels, a multiple of 8"
+    )
+    exact.add_argument("--seed", type=whole_number, default=0, metavar="N", help="seed of the weights and tokens")
     exact.add_argument("--json", action="store_true", help="print one line of JSON instead of a table")
     exact.set_defaults(run=_run)
 
@@ -48,6 +54,8 @@ def print_exact(tokens: int, layers: int, width: int, seed: int, *, as_json: boo
 
     from contextready.measure.exactness import run_exact
 
+    check_count("--layers", layers, 1, MOST_LAYERS)
+    check_count("--width", width, 8, LARGEST_WIDTH)
     measured, T = run_exact(tokens, layers, width, seed), tokens
     if as_json:
         print(to_json({"layers": layers, "width": width, "seed": seed} | asdict(measured)))

@@ -5,9 +5,10 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from contextready.cli.options import Verbs, verb
+from contextready.cli.options import Verbs, verb, whole_number
 from contextready.cli.progress import ProgressReport
 from contextready.files import to_json
+from contextready.formats.limits import check_count
 
 if TYPE_CHECKING:
     from contextready.infer.ggml.export import ExportReport
@@ -16,6 +17,9 @@ EXAMPLES = """
 crt export runs/mini-d1 mini.gguf --type q8_0
 crt export runs/mini-d1 mini-f32.gguf --type f32 --tokens 0     # skip measuring
 """
+
+
+MOST_TOKENS = 10**12
 
 
 def add(verbs: Verbs) -> None:
@@ -35,7 +39,10 @@ def add(verbs: Verbs) -> None:
     export.add_argument("out", type=Path, help="file to write, with the extension .gguf")
     export.add_argument("--type", default="f16", help="type of the matrices: f32, f16, q8_0 or q4_0")
     export.add_argument(
-        "--tokens", type=int, default=4096, help="number of validation tokens to measure on; 0 measures nothing"
+        "--tokens",
+        type=whole_number,
+        default=4096,
+        help="number of validation tokens to measure on; 0 measures nothing",
     )
     export.add_argument("--data", type=Path, help="prepared data (default: the data that the model was trained on)")
     export.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
@@ -46,6 +53,7 @@ def add(verbs: Verbs) -> None:
 def _run(options: argparse.Namespace) -> None:
     from contextready.infer.ggml.export import Export
 
+    check_count("--tokens", options.tokens, 0, MOST_TOKENS)
     export = Export(
         options.run_folder, options.out, options.type, options.tokens, options.data, overwrite=options.overwrite
     )

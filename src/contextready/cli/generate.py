@@ -1,6 +1,7 @@
 """`crt generate`: continue prompts from the command line, a file or standard input."""
 
 import argparse
+import io
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -8,13 +9,37 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from contextready.cli.options import Verbs, verb
+from contextready.cli.options import Verbs, verb, whole_number
 from contextready.errors import ContextReadyError
 from contextready.files import to_json
+from contextready.formats.limits import check_count, check_memory
+from contextready.formats.regular import read_text
+from contextready.hf.trust import add_trust_option
 
 if TYPE_CHECKING:
     from contextready.infer.generate import Completion, GenerationSettings, Piece
     from contextready.infer.language_model import LanguageModel
+
+LONGEST = 1 << 28
+"""The most tokens in a completion, and in its context."""
+MOST_ROWS = 1 << 16
+"""The most completions at once."""
+LARGEST_PROMPT = 16 << 20
+"""Characters of standard input, and bytes of a prompt file, that are read."""
+LIMITS = {
+    "max_tokens": (1, LONGEST),
+    "samples": (1, MOST_ROWS),
+    "seed": (0, 2**64 - 1),
+    "top_k": (1, 2**31),
+    "logprobs": (0, 2**31),
+    "context": (1, LONGEST),
+    "chunk": (1, LONGEST),
+    "rollback": (0, LONGEST),
+    "history": (0, 1 << 20),
+}
+"""The smallest and the largest value of every number of the command line."""
+LOGPROB_BYTES = 128
+"""Bytes of memory for a token and its log-probability in a list."""
 
 
 def add(verbs: Verbs) -> None:
@@ -38,10 +63,10 @@ def add(verbs: Verbs) -> None:
     )
     generate.add_argument("--file", type=Path, help="read prompts from a file, one per line")
     generate.add_argument(
-        "--max-tokens", type=int, metavar="N", default=128, help="most tokens to generate per completion"
+        "--max-tokens", type=whole_number, metavar="N", default=128, help="most tokens to generate per completion"
     )
-    generate.add_argument("--samples", type=int, metavar="N", default=1, help="completions per prompt")
-    generate.add_argument("--seed", type=int, metavar="N", default=0, help="random seed")
+    generate.add_argument("--samples", type=whole_number, metavar="N", default=1, help="completions per prompt")
+    generate.add_argument("--seed", type=whole_number, metavar="N", default=0, help="random seed")
     generate.add_argument(
         "--temperature",
         type=float,
@@ -49,7 +74,9 @@ def add(verbs: Verbs) -> None:
         default=0.8,
         help="0 always takes the most likely token; 1 samples as trained",
     )
-    generate.add_argument("--top-k", type=int, metavar="N", help="sample from the k most likely tokens (default: off)")
+    generate.add_argument(
+        "--top-k", type=whole_number, metavar="N", help="sample from the k most likely tokens (default: off)"
+    )
     generate.add_argument(
         "--top-p",
         type=float,
@@ -73,12 +100,15 @@ def add(verbs: Verbs) -> None:
     generate.add_argument("--past-end", action="store_true", help="continue after the end-of-text token")
     generate.add_argument(
         "--logprobs",
-        type=int,
+        type=whole_number,
         metavar="N",
         help="with --json: add log-probabilities, and those of the N most likely tokens (default: off)",
     )
     generate.add_argument(
-        "--context", type=int, metavar="N", help="room for this many tokens per completion (default: as many as needed)"
+        "--context",
+        type=whole_number,
+        metavar="N",
+        help="room for this many tokens per completion (default: as many as needed)",
     )
     generate.add_argument(
         "--engine", metavar="NAME", help="eager or compiled; exported files run on ggml (default: eager)"
@@ -89,22 +119,28 @@ def add(verbs: Verbs) -> None:
     generate.add_argument(
         "--tolerance", type=float, metavar="E", help="relative error at which sweep and jacobi stop (default: 0.05)"
     )
-    generate.add_argument("--chunk", type=int, metavar="N", help="prompt tokens solved at once (default: 4096)")
+    generate.add_argument(
+        "--chunk", type=whole_number, metavar="N", help="prompt tokens solved at once (default: 4096)"
+    )
     generate.add_argument("--state", type=Path, metavar="FILE", help="continue a saved session")
     generate.add_argument(
-        "--rollback", type=int, default=0, metavar="N", help="first remove the session's last N tokens"
+        "--rollback", type=whole_number, default=0, metavar="N", help="first remove the session's last N tokens"
     )
     generate.add_argument(
         "--save-state", type=Path, metavar="FILE", help="save the session at the end, to continue it later"
     )
     generate.add_argument(
-        "--history", type=int, metavar="N", help="tokens by which a saved session can be rolled back (default: 1)"
+        "--history",
+        type=whole_number,
+        metavar="N",
+        help="tokens by which a saved session can be rolled back (default: 1)",
     )
-    generate.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+    generate.add_argument("--threads", type=whole_number, metavar="N", help="CPU threads (default: all cores)")
     generate.add_argument("--device", metavar="NAME", default="auto", help="cpu, cuda, mps or auto")
     generate.add_argument("--stats", action="store_true", help="report on stderr how prompts were read, and the speed")
     generate.add_argument("--json", action="store_true", help="print one JSON object per completion and line")
-    generate.set_defaults(run=_run, more_words="prompts")
+    add_trust_option(generate, _run)
+    generate.set_defaults(more_words="prompts")
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -119,6 +155,7 @@ def _run(options: argparse.Namespace) -> None:
         stops=options.stop,
         logprobs=options.logprobs,
     )
+    _check_limits(options)
     request = Request(
         prompts=options.prompts,
         settings=settings,
@@ -140,6 +177,16 @@ def _run(options: argparse.Namespace) -> None:
         device=options.device,
         **{name: value for name, value in chosen.items() if value is not None},
     )
+
+
+def _check_limits(options: argparse.Namespace) -> None:
+    from contextready.infer.ggml.engine import check_threads
+
+    check_threads("--threads", options.threads)
+    for name, (low, high) in LIMITS.items():
+        value = getattr(options, name)
+        if value is not None:
+            check_count(f"--{name.replace('_', '-')}", value, low, high)
 
 
 @dataclass(frozen=True)
@@ -172,11 +219,19 @@ def run_generate(model: Path, request: Request, **opening: Any) -> None:
     opened = load(model, **opening)
     texts = _prompts(request)
     rows = len(texts) * request.settings.samples
+    check_count("The number of completions (prompts × samples)", rows, 1, MOST_ROWS)
     if request.save_state is not None and rows != 1:
         raise ContextReadyError("--save-state saves one completion; give one prompt and --samples 1.")
     prompts, states, earlier = _ids(opened, texts, request)
     longest = max(len(ids) for ids in prompts) + max((s.position for s in states if s is not None), default=0)
     capacity = request.capacity or longest + request.settings.max_tokens
+    check_memory(
+        _bytes(opened, rows, capacity, opening.get("history", 1), request.settings),
+        f"{rows} {'completions' if rows > 1 else 'completion'} of up to {capacity:,} tokens",
+        "use a smaller --context, --max-tokens, --samples or --logprobs.",
+    )
+    start = time.perf_counter()
+    engine = opened.engine(rows, capacity)
     if capacity > opened.trained_length:
         print(
             f"Note: this may reach {capacity} tokens, but the model was trained on sequences of "
@@ -188,10 +243,7 @@ def run_generate(model: Path, request: Request, **opening: Any) -> None:
         stop_tokens=() if request.past_end else (opened.tokenizer.end_id,),
         keep_states=request.save_state is not None,
     )
-    start = time.perf_counter()
-    pieces = generate_pieces(
-        opened.engine(rows, capacity), prompts, settings, tokenizer=opened.tokenizer, states=states
-    )
+    pieces = generate_pieces(engine, prompts, settings, tokenizer=opened.tokenizer, states=states)
     alone = rows == 1 and not request.as_json
     done = _show(pieces, alone)
     seconds = time.perf_counter() - start
@@ -204,6 +256,25 @@ def run_generate(model: Path, request: Request, **opening: Any) -> None:
         _print_stats(done, seconds)
     if request.save_state is not None:
         _save(request.save_state, done[0], earlier + prompts[0])
+
+
+def _bytes(opened: "LanguageModel", rows: int, capacity: int, history: int, settings: "GenerationSettings") -> int:
+    """About how much memory generating takes beside the weights. Engines of exported files count their own states."""
+    from contextready.infer.engine import EXPORTED
+
+    vocab_size = opened.tokenizer.vocab_size
+    # Logits in two precisions, and a mask.
+    size = 16 * vocab_size + LOGPROB_BYTES * min(settings.logprobs or 0, vocab_size) * settings.max_tokens
+    if opened.path.suffix != EXPORTED:
+        from contextready.model.transformer import Transformer
+
+        backbone = opened.model.backbone
+        weight = next(backbone.parameters())
+        if isinstance(backbone, Transformer) and weight.device.type == "cpu":
+            c = backbone.config
+            slots = capacity if c.window is None else c.window - 1 + history
+            size += (2 * c.layers * slots + history + 1) * c.width * weight.itemsize
+    return rows * size
 
 
 def _show(pieces: "Iterable[Piece]", alone: bool) -> "list[Completion]":
@@ -225,21 +296,35 @@ def _prompts(request: Request) -> list[str]:
     if request.prompts:
         return list(request.prompts)
     if request.file is not None:
-        try:
-            lines = request.file.read_text(encoding="utf-8").splitlines()
-        except FileNotFoundError:
-            raise ContextReadyError(f"The prompt file {request.file} does not exist.") from None
-        except UnicodeDecodeError:
-            raise ContextReadyError(f"{request.file} is not UTF-8 text; save it in that encoding.") from None
+        lines = read_text(request.file, LARGEST_PROMPT).splitlines()
         prompts = [line for line in lines if line.strip()]
         if not prompts:
             raise ContextReadyError(f"{request.file} has no prompts; write one per line.")
         return prompts
+    return [_standard_input(request.state is not None)]
+
+
+def _standard_input(may_be_empty: bool) -> str:
+    if sys.stdin is None:  # it was closed, as in: crt generate MODEL <&-
+        return ""
     if sys.stdin.isatty():
-        if request.state is not None:
-            return [""]
+        if may_be_empty:
+            return ""
         print("Type the prompt, then press Ctrl-D on a new line.", file=sys.stderr)
-    return [sys.stdin.read().removesuffix("\n")]
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # In some locales, Python would accept any bytes and pass them on as half characters.
+        sys.stdin.reconfigure(errors="strict")
+    try:
+        text = sys.stdin.read(LARGEST_PROMPT + 1)
+    except UnicodeDecodeError as error:
+        raise ContextReadyError(
+            f"Standard input is not valid {error.encoding.upper()} text; convert it first, for example with iconv."
+        ) from None
+    if len(text) > LARGEST_PROMPT:
+        raise ContextReadyError(
+            f"Standard input has more than {LARGEST_PROMPT:,} characters, which is too long for a prompt; shorten it."
+        )
+    return text.removesuffix("\n")
 
 
 def _ids(opened: "LanguageModel", texts: list[str], request: Request) -> tuple[list[list[int]], list[Any], list[int]]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from contextready.cli.console import make_console
-from contextready.cli.options import Verbs, verb
+from contextready.cli.options import Verbs, verb, whole_number
 from contextready.files import to_json
 
 if TYPE_CHECKING:
@@ -36,7 +36,10 @@ def add(verbs: Verbs) -> None:
     )
     info.add_argument("what", nargs="*", help="names of models from the paper, settings as key=value, or both")
     info.add_argument(
-        "--context", type=int, metavar="N", help="tokens in the context (default: the model's block size, or 1024)"
+        "--context",
+        type=whole_number,
+        metavar="N",
+        help="tokens in the context (default: the model's block size, or 1024)",
     )
     info.add_argument(
         "--dtype",

@@ -24,7 +24,7 @@ from contextready.cli import (
     train,
     unshard,
 )
-from contextready.cli.options import HelpFormatter, VerbParser
+from contextready.cli.options import HelpFormatter, VerbParser, check_words, one_line
 from contextready.errors import ContextReadyError
 
 VERBS = (
@@ -61,12 +61,42 @@ Run crt VERB --help for the examples and options of a verb."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb. Bad input prints one sentence and returns 2."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options = _parse(words)
+    except KeyboardInterrupt:
+        return 130
+    if options is None:
+        return 0
+    try:
+        check_words(words)
+        code: int | None = options.run(options)
+        sys.stdout.flush()
+    except ContextReadyError as error:
+        return _refuse(options.verb, str(error))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader has left, as in `crt info --json | head`. The interpreter must not try to flush again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        return _refuse(options.verb, f"a file could not be read or written: {error}")
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        return _refuse(options.verb, "there is not enough memory; choose smaller sizes, or close other programs.")
+    return code or 0
+
+
+def _parse(words: list[str]) -> argparse.Namespace | None:
+    """Parse the command line; None means that only the help was asked for."""
     parser = build_parser()
     if "_ARGCOMPLETE" in os.environ:
         import argcomplete
 
         argcomplete.autocomplete(parser)
-    options, rest = parser.parse_known_args(arguments)
+    options, rest = parser.parse_known_args(words)
     # argparse closes a list of words at the first option, as in: crt train mini-d1 --dry-run steps=5
     more = getattr(options, "more_words", None)
     if more and rest and not any(word.startswith("-") or ("=" not in word and more == "settings") for word in rest):
@@ -76,23 +106,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.verb is None:
         parser.print_help()
-        return 0
-    try:
-        code: int | None = options.run(options)
-        sys.stdout.flush()
-    except ContextReadyError as error:
-        print(f"crt {options.verb}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        # The reader has left, as in `crt info --json | head`. The interpreter must not try to flush again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except OSError as error:
-        print(f"crt {options.verb}: a file could not be read or written: {error}", file=sys.stderr)
-        return 2
-    return code or 0
+        return None
+    return options
+
+
+def _refuse(verb: str, sentence: str) -> int:
+    print(f"crt {verb}: {one_line(sentence)}", file=sys.stderr)
+    return 2
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, numpy or torch could not allocate memory; torch reports that as an error of its own."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "DefaultCPUAllocator" in str(error)
+    )
 
 
 def build_parser() -> argparse.ArgumentParser:

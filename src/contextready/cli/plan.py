@@ -4,13 +4,22 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
-from contextready.cli.options import Verbs, verb
+from contextready.cli.options import Verbs, check_most, verb, whole_number
+from contextready.errors import ContextReadyError
 from contextready.files import to_json
+from contextready.formats.limits import check_range
 
 if TYPE_CHECKING:
     from contextready.runs.config import RunConfig
 
 GIB = 2**30
+MOST_GPUS = 10**6
+TFLOPS = (1e-6, 1e9)
+UTILISATION = (1e-6, 1.0)
+MOST_BLOCKS = 1000
+"""Blocks that a planned step may run: its memory is found by running it without data, at about 0.04 s per block."""
+MOST_VALUES = 2**58
+"""Values in the largest tensor of a step; torch cannot even describe a tensor with 2**63 bytes."""
 
 
 def add(verbs: Verbs) -> None:
@@ -28,7 +37,7 @@ def add(verbs: Verbs) -> None:
     )
     plan.add_argument("recipe", help="name of a recipe (see crt train --list), or a YAML file with settings")
     plan.add_argument("settings", nargs="*", metavar="key=value", help="settings to change, for example steps=4000")
-    plan.add_argument("--gpus", type=int, default=1, help="GPUs, or processes, that train the run together")
+    plan.add_argument("--gpus", type=whole_number, default=1, help="GPUs, or processes, that train the run together")
     plan.add_argument(
         "--tflops",
         type=float,
@@ -43,8 +52,37 @@ def add(verbs: Verbs) -> None:
 def _run(options: argparse.Namespace) -> None:
     from contextready.runs.recipes import resolve
 
+    check_most("--gpus", options.gpus, MOST_GPUS)
+    for name, value, (low, high) in (
+        ("tflops", options.tflops, TFLOPS),
+        ("utilisation", options.utilisation, UTILISATION),
+    ):
+        # Zero, negative numbers and NaN have sentences of their own.
+        if value > 0.0:
+            check_range(f"--{name}", value, low, high)
     config = resolve(options.recipe, options.settings)
+    _check_size(config)
     print_plan(config, options.gpus, options.tflops, options.utilisation, options.json)
+
+
+def _check_size(config: "RunConfig") -> None:
+    """Refuse a plan that would take hours to make, or whose tensors are larger than torch can describe."""
+    from contextready.model.config import ModelConfig
+
+    model, t = config.model, config.train
+    if not isinstance(model, ModelConfig):
+        return
+    blocks = model.layers * (t.passes or 1)
+    advice = "crt train … --dry-run prints the parameters and FLOPs of any size."
+    if blocks > MOST_BLOCKS:
+        raise ContextReadyError(
+            f"layers × passes must be at most {MOST_BLOCKS:,} for a plan, but got {blocks:,}; {advice}"
+        )
+    tokens = t.batch_size * t.block_size
+    if tokens * max(model.vocab_size, 4 * model.width, model.heads * t.block_size) > MOST_VALUES:
+        raise ContextReadyError(
+            f"batch_size={t.batch_size} and block_size={t.block_size} are too large for a plan; lower them. {advice}"
+        )
 
 
 def print_plan(config: "RunConfig", gpus: int, tflops: float, utilisation: float, as_json: bool) -> None:

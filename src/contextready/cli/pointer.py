@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from contextready.cli.console import make_console
 from contextready.cli.options import Verbs, verb
-from contextready.cli.train import ending
+from contextready.cli.train import check_fits, ending
 from contextready.errors import ContextReadyError
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ def run_pointer(config: "RunConfig") -> int:
     from contextready.runs.metrics import FILE
     from contextready.train.trainer import train
 
+    check_fits(config)
     console = make_console()
     result = train(config, PointerDisplay(console))
     if result.stopped_by is not None or not result.speaks:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from contextready.cli.console import make_console
-from contextready.cli.options import Verbs, parse_numbers, verb
+from contextready.cli.options import LARGEST_SEED, Verbs, parse_numbers, verb, whole_number
 from contextready.cli.pointer import describe_outcome
 from contextready.errors import ContextReadyError
 from contextready.files import locked
+from contextready.formats.limits import check_count, shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,6 +45,9 @@ parts:
 crt pointer --help explains hops, levels, the window and masked answers."""
 
 
+MOST_JOBS = 1024
+
+
 def add(verbs: Verbs) -> None:
     """Add `crt reproduce`."""
     from contextready.pointer.trials import PARTS, SCALES
@@ -67,7 +71,7 @@ def add(verbs: Verbs) -> None:
     reproduce.add_argument("--seeds", help="random seeds to run each row with, such as 0,1,2 (default: 0)")
     reproduce.add_argument("--out", type=Path, help="folder for all runs (default: runs/pointer-SCALE)")
     reproduce.add_argument(
-        "--jobs", type=int, help="number of runs at a time (default: one per core, or one if there is a GPU)"
+        "--jobs", type=whole_number, help="number of runs at a time (default: one per core, or one if there is a GPU)"
     )
     reproduce.add_argument("--report", action="store_true", help="report all runs in the folder and train nothing")
     reproduce.set_defaults(run=_run, more_words="settings")
@@ -84,12 +88,12 @@ def _run(options: argparse.Namespace) -> int:
                 raise ContextReadyError(f"--report covers all runs in {out} as they are; leave {given} out.")
         report(options.scale, out)
         return 0
-    if options.jobs is not None and options.jobs < 1:
-        raise ContextReadyError(f"--jobs must be at least 1, but got {options.jobs}.")
+    if options.jobs is not None:
+        check_count("--jobs", options.jobs, 1, MOST_JOBS)
     text = "0" if options.seeds is None else options.seeds
-    seeds = parse_numbers("--seeds", text, "0,1,2")
+    seeds = parse_numbers("--seeds", text, "0,1,2", LARGEST_SEED, least=-LARGEST_SEED)
     if len(set(seeds)) < len(seeds) or min(seeds) < 0:
-        raise ContextReadyError(f"--seeds must be different numbers that are at least 0, but got {text}.")
+        raise ContextReadyError(f"--seeds must be different numbers that are at least 0, but got {shown(text)}.")
     parts = PARTS if options.part == "all" else [options.part or "table"]
     return run_reproduce(options.scale, parts, seeds, out, options.settings, at_once=options.jobs)
 

@@ -1,6 +1,7 @@
 """`crt train`: train a recipe, and report how the run ended."""
 
 import argparse
+import os
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -92,11 +93,23 @@ def run_train(config: "RunConfig") -> int:
     from contextready.cli.display import ConsoleDisplay
     from contextready.train.trainer import train
 
+    check_fits(config)
     console = make_console()
     result = train(config, ConsoleDisplay(console))
     if result.speaks:
         console.print(ending(result))
     return 0 if result.stopped_by is None else 128 + result.stopped_by
+
+
+def check_fits(config: "RunConfig") -> None:
+    """Refuse a run that this machine's memory cannot hold, before anything is created."""
+    from contextready.device import find_device
+    from contextready.runs.config import check_run_memory
+
+    # torchrun tells every process how many there are.
+    processes = os.environ.get("WORLD_SIZE", "1")
+    count = int(processes) if processes.isdecimal() else 1
+    check_run_memory(config, max(1, count), on_cpu=find_device(config.train.device).type == "cpu")
 
 
 def ending(result: "Result") -> str:

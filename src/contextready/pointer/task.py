@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import numpy as np
 
 from contextready.errors import ContextReadyError, nearest
+from contextready.formats.limits import check_count, check_memory, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +30,10 @@ HELD_OUT = 8
 """One of this many sequences belongs to the test split."""
 LETTERS = "ABCDEFGHIJKLMNOPRSTUVWXYZ"
 """Names of keys, if there are enough letters. Q is missing because it marks a query."""
+LIMITS = {"hops": 10_000, "keys": 10_000, "values": 10**6}
+"""The largest value of each size; the paper uses 20, 5 and 20."""
+LONGEST = 2**18
+"""Tokens of the longest sequence, which is written token by token."""
 MOST_ROUNDS = 32
 """A split that is still empty after this many rounds of draws has no sequences; chance alone never causes that."""
 
@@ -63,15 +68,19 @@ class PointerTask:
     """level: after each table its own keys are queried, as in the paper's example. all: all keys so far are queried."""
 
     def __post_init__(self) -> None:
-        for name in ("hops", "keys", "values"):
-            if getattr(self, name) < 1:
-                raise ContextReadyError(f"{name} must be at least 1, but got {getattr(self, name)}.")
+        for name, most in LIMITS.items():
+            check_count(name, getattr(self, name), 1, most)
         if self.keys * self.values == 1:
             raise ContextReadyError("With keys=1 and values=1 there is nothing to ask; increase keys or values.")
         for name, valid in (("answers", ANSWERS), ("queries", QUERIES)):
             if getattr(self, name) not in valid:
                 value = getattr(self, name)
-                raise ContextReadyError(f"{name}={value} is unknown; {nearest(value, valid)}")
+                raise ContextReadyError(f"{name}={shown(value)} is unknown; {nearest(value, valid)}")
+        if self.length > LONGEST:
+            raise ContextReadyError(
+                f"With hops={self.hops}, keys={self.keys} and queries={self.queries}, a sequence has {self.length:,} "
+                f"tokens, but at most {LONGEST:,} are possible; lower hops or keys."
+            )
 
     @property
     def window(self) -> int:
@@ -123,9 +132,19 @@ class PointerTask:
         """Draw the sequences of one step. The same arguments give the same sequences."""
         if split not in SPLITS:
             raise ContextReadyError(f"Unknown split '{split}'; choose train or test.")
+        self._check_memory(split, rows)
         rng = np.random.default_rng((seed, SPLITS.index(split), step))
         base_BM, pointers_BHM, last_B = self._draw(rng, rows, test=split == "test")
         return self.written(base_BM, pointers_BHM, last_B)
+
+    def _check_memory(self, split: str, rows: int) -> None:
+        """Refuse a batch that does not fit into memory: the tables that are drawn, and the sequences."""
+        drawn = _rows_to_draw(rows, split == "test") * (self.keys + 3 * self.hops * self.keys)
+        check_memory(
+            8 * (drawn + 4 * rows * self.length),
+            f"A batch of {shown(rows)} sequences with {self.length:,} tokens each",
+            "lower batch_size or eval_tokens.",
+        )
 
     def written(self, base_BM: np.ndarray, pointers_BHM: np.ndarray, last_B: np.ndarray) -> PointerBatch:
         """Turn tables into sequences. `last_B` is the key of the last table that the final query asks for."""
@@ -153,7 +172,7 @@ class PointerTask:
         parts: list[tuple[np.ndarray, np.ndarray]] = []
         kept = 0
         while kept < rows:
-            count = 2 * rows * (HELD_OUT if test else 1) + 8
+            count = _rows_to_draw(rows, test)
             base = rng.integers(self.values, size=(count, self.keys))
             pointers = rng.random((count, self.hops, self.keys)).argsort(axis=2)
             mine = (self._checksum(base, pointers) % HELD_OUT == 0) == test
@@ -194,19 +213,24 @@ class PointerTask:
         tokens = batch.inputs_BT[row].tolist()
         inputs = [self.spelled(token) for token in tokens]
         targets = ["_" if target == IGNORED else self.spelled(int(target)) for target in batch.targets_BT[row]]
-        lines, first, level = [], 0, -1
+        lines, first, level, widest = [], 0, -1, self._widest
         for end in [*(i + 1 for i, token in enumerate(tokens) if token == self.bar), len(tokens)]:
             if tokens[first] != self.query:
                 level += 1
                 lines.append(f"Level {level} ({'index table' if level else 'base table'} and queries)")
             for name, words in (("Input: ", inputs), ("Target:", targets)):
-                lines.append(f"  {name} " + " ".join(f"{word:>{self._widest}}" for word in words[first:end]))
+                lines.append(f"  {name} " + " ".join(f"{word:>{widest}}" for word in words[first:end]))
             first = end
         return "\n".join(lines)
 
     @property
     def _widest(self) -> int:
         return max(len(self.spelled(token)) for token in range(self.vocab_size))
+
+
+def _rows_to_draw(rows: int, test: bool) -> int:
+    """The number of sequences to draw at once, of which about twice as many as needed belong to the split."""
+    return 2 * rows * (HELD_OUT if test else 1) + 8
 
 
 class _Writer:
