@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # PIP_CONSTRAINT reaches the isolated build environment too, so the build backend is pinned as well.
 INSTALL := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
 
-.PHONY: help demo test lint slow bench peers graph docs format clean
+.PHONY: help demo test lint slow fuzz bench peers graph docs format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -18,6 +18,10 @@ test: $(VENV)/.dev  ## fast tests
 
 slow: $(VENV)/.dev  ## tests that take minutes
 	$(BIN)/pytest -m slow
+
+CASES ?= 20000
+fuzz: $(VENV)/.dev  ## open mutated files and run odd commands, CASES of them (20000)
+	PYTHONPATH=tests $(BIN)/python -m fuzz --cases $(CASES)
 
 lint: $(VENV)/.dev  ## ruff (lint and format), mypy, and which package may import which
 	$(BIN)/ruff check .
