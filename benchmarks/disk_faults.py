@@ -21,8 +21,11 @@ import safetensors.torch
 from contextready.train.trainer import Trainer
 
 READS = ("os.stat", "os.lstat", "os.fstat", "os.scandir", "os.listdir", "open to read")
-CALLS = ("open", "mkdir", "rename", "replace", "chmod", "fsync", "unlink", "remove", "rmdir", "close", "write", "sendfile")
-CALLS += tuple(name.removeprefix("os.") for name in READS if name.startswith("os."))
+CHANGES = (
+    *("open", "mkdir", "rename", "replace", "chmod", "fsync"),
+    *("unlink", "remove", "rmdir", "close", "write", "sendfile"),
+)
+CALLS = CHANGES + tuple(name.removeprefix("os.") for name in READS if name.startswith("os."))
 
 
 class _Injector:

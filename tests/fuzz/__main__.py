@@ -21,11 +21,10 @@ from typing import Any
 
 from fuzz.cases import Case, make_case
 from fuzz.pool import Worker
-from fuzz.worker import GOOD
+from fuzz.worker import BAD, GOOD
 
 KEPT = Path(__file__).parent / "crashers"
 LARGEST_KEPT = 4096
-BAD = ("traceback", "abort", "hang", "memory", "execution", "connection")
 
 
 def main() -> None:

@@ -90,7 +90,9 @@ def random_command(chance: random.Random) -> list[str]:
     """The words of one command."""
     verb = chance.choice(list(_verbs()))
     if chance.random() < 0.03:
-        return [verb.split()[0], *(chance.choice([*WORDS, "--help", "--json"]) for _ in range(2))]
+        # The first word after convert may be a name on the Hub, which the command then looks up there.
+        first = [] if verb == "convert" else [chance.choice([*WORDS, "--help", "--json"])]
+        return [verb.split()[0], *first, chance.choice(["--help", "--json", *WORDS[-10:]])]
     words = verb.split()
     fixed = {
         "demo": lambda: ["--steps", chance.choice(("0", "-1", "x", "nan"))],

@@ -36,6 +36,7 @@ PATIENCE = LIMIT + 6
 OWN_FAULT = 70
 """Exit code of a process in which the fuzzer itself failed."""
 GOOD = ("opened", "refused", "refused in several lines")
+BAD = ("traceback", "abort", "hang", "memory", "execution", "connection")
 NETWORK = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto")
 
 
