@@ -142,6 +142,7 @@ def test_truncated_zstandard(tmp_path, texts, cut):
     [
         ("a.txt", "naïve\nfine\n".encode() + b"x\xff\n", "a.txt is not UTF-8 text (byte 13 is 0xff)"),
         ("a.txt", b"cut \xe6\x97", "a.txt is not UTF-8 text (byte 4 is 0xe6)"),
+        ("a.txt", "UTF-16".encode("utf-16"), "a.txt contains null bytes, so it is not UTF-8 text"),
         ("a.jsonl", as_jsonl(["fine"]) + b'{"text": "\xe9"}\n', "a.jsonl is not UTF-8 text (byte 36 is 0xe9)"),
         ("a.jsonl", as_jsonl(["fine"]) + b'{"text": "half\n', "a.jsonl, line 2, is not valid JSON: "),
         ("a.jsonl", as_jsonl(["fine"], "body"), "line 1, has no text under 'text' (it has id, body); name the right"),

@@ -76,7 +76,7 @@ def test_truncated_weights_are_refused(base, tmp_path, capsys, size):
     shutil.copytree(base, tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:size])
-    assert "cannot be loaded as a model" in refused_conversion(capsys, tmp_path, tmp_path / "model")
+    assert "is not a complete safetensors file" in refused_conversion(capsys, tmp_path, tmp_path / "model")
 
 
 @pytest.mark.parametrize("text", ["", "{nope", "[1]", '{"hidden_size": 3}'])

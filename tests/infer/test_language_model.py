@@ -191,3 +191,9 @@ def test_help_does_not_import_torch():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "crt generate" in done.stdout
+
+
+@pytest.mark.parametrize("threads", [0, -1, 100_000, 10**400])
+def test_numbers_of_threads_that_no_computer_has_are_refused(threads, tmp_path):
+    with pytest.raises(ContextReadyError, match="threads must be at"):
+        contextready.load(tmp_path, threads=threads)

@@ -80,22 +80,26 @@ def test_no_module_is_built_for_an_account(monkeypatch):
     assert account(config).parameters > 10**19
 
 
-def test_a_model_larger_than_the_memory_is_refused_before_it_is_built(monkeypatch):
-    config, number = small_config(), account(small_config()).parameters
-    for dtype, size in ((None, 4), (torch.float64, 8), (torch.bfloat16, 2)):
-        monkeypatch.setattr(limits, "total_memory", lambda size=size: size * number)
-        check_model_memory(config, dtype)
-        monkeypatch.setattr(limits, "total_memory", lambda size=size: size * number - 1)
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.float64, 8), (torch.bfloat16, 2)])
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_built(dtype, size, monkeypatch):
+    number, before = account(small_config()).parameters, torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        monkeypatch.setattr(limits, "total_memory", lambda: size * number)
+        build_model(small_config())
+        monkeypatch.setattr(limits, "total_memory", lambda: size * number - 1)
         with pytest.raises(
             ContextReadyError, match=f"A model with {number:,} parameters .* of memory; choose a smaller"
         ):
-            check_model_memory(config, dtype)
+            build_model(small_config())
+    finally:
+        torch.set_default_dtype(before)
 
 
 def test_models_without_storage_may_have_any_size(monkeypatch):
     monkeypatch.setattr(limits, "total_memory", lambda: 1)
     with torch.device("meta"):
-        check_model_memory(small_config())
+        build_model(small_config())
     with FakeTensorMode():
         check_model_memory(small_config())
 

@@ -23,6 +23,7 @@ from train_helpers import (
 from contextready.cli.display import ConsoleDisplay
 from contextready.cli.main import main
 from contextready.errors import ContextReadyError
+from contextready.formats import limits
 from contextready.runs.checkpoint import open_checkpoint, step_folder
 from contextready.runs.metrics import read_metrics
 from contextready.train.schedule import passes_of_step
@@ -284,3 +285,9 @@ def test_metrics_are_strict_json(data, tmp_path):
     run(data, tmp_path / "run", steps=2, eval_tokens=16)
     for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
+
+
+def test_a_run_larger_than_the_memory_is_refused_before_a_model_is_built(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "total_memory", lambda: 10_000)
+    with pytest.raises(ContextReadyError, match=r"Training .* parameters .* would take"):
+        trainer(data, tmp_path / "run")

@@ -180,7 +180,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _check_limits(options: argparse.Namespace) -> None:
-    from contextready.infer.ggml.engine import check_threads
+    from contextready.infer.engine import check_threads
 
     check_threads("--threads", options.threads)
     for name, (low, high) in LIMITS.items():

@@ -8,7 +8,7 @@ import json
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -100,7 +100,7 @@ def _read_file(path: Path, field: str, advance: Callable[[int], None]) -> Iterat
     else:
         with path.open("rb") as raw:
             # <|endoftext|> lines mark where documents end; a file without them is cut at blank lines.
-            marked = any(line.strip() == END.encode() for line in iter(lambda: raw.readline(LONGEST_PIECE), b""))
+            marked = any(line.strip() == END.encode() for line in _text_lines(raw, path))
             raw.seek(0)
             yield from cut_text(_decoded_lines(raw, path), marked, advance)
 
@@ -122,21 +122,28 @@ def cut_text(lines: Iterable[tuple[str, int]], marked: bool, advance: Callable[[
     yield "".join(piece)
 
 
+def _text_lines(raw: IO[bytes], path: Path) -> Iterator[bytes]:
+    """Yield the lines of a text file; a line longer than LONGEST_PIECE is yielded in parts."""
+    while part := raw.readline(LONGEST_PIECE):
+        # Other encodings, other kinds of files and files with holes of any size have null bytes near their beginning.
+        if b"\0" in part:
+            raise ContextReadyError(f"{path} contains null bytes, so it is not UTF-8 text; convert it or leave it out.")
+        yield part
+
+
 def _decoded_lines(raw: IO[bytes], path: Path) -> Iterator[tuple[str, int]]:
-    """Yield each line and its size in bytes; a line longer than LONGEST_PIECE is yielded in parts."""
+    """Yield each line and its size in bytes, decoded."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     read = 0
-    while True:
-        part = raw.readline(LONGEST_PIECE)
+    for part in chain(_text_lines(raw, path), [b""]):
         try:
             text = decoder.decode(part, final=not part)
         except UnicodeDecodeError as error:
             # The length limit may have cut a character in two; the decoder still holds its first bytes.
             raise _not_utf8(path, read + len(part) - len(error.object), error) from None
-        if not part:
-            return
         read += len(part)
-        yield text, len(part)
+        if part:
+            yield text, len(part)
 
 
 def _not_utf8(path: Path, offset: int, error: UnicodeDecodeError) -> ContextReadyError:

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 
 from contextready.errors import ContextReadyError
 from contextready.hf.cache import Feed, as_dynamic
-from contextready.hf.structure import Structure, block_output
+from contextready.hf.structure import Structure, block_output, find_blocks
 from contextready.model.cache import KVCache
 from contextready.model.checks import check_tokens
 
@@ -25,16 +25,23 @@ class HFBackbone(nn.Module):
         self.tokenizer_settings: dict[str, str] | None = None
         """Of the model that training started from; checkpoints keep them."""
         self._awaited: dict[int, Tensor | None] = {}
-        try:
-            self._hook = structure.last_block(lm).register_forward_hook(self._catch)
-            for name in structure.head:
-                lm.get_submodule(name)
-        except (AttributeError, IndexError, AssertionError):
+        if not self._has(structure):
             raise ContextReadyError(
-                f"{type(lm).__name__} lacks some of the modules that its configuration names ({structure.blocks}, "
+                f"{type(lm).__name__} does not have the modules that its configuration names ({structure.blocks}, "
                 f"{', '.join(structure.head)}); convert the original model again with this version of transformers."
-            ) from None
+            )
+        self._hook = structure.last_block(lm).register_forward_hook(self._catch)
         self._positions = "position_ids" in inspect.signature(lm.base_model.forward).parameters
+
+    @torch.no_grad()
+    def _has(self, structure: Structure) -> bool:
+        """Whether the model has these parts, which a file may have named."""
+        weight = self.lm.get_input_embeddings().weight
+        try:
+            logits = structure.logits(self.lm, weight.new_zeros(1, 1, weight.shape[-1]))
+        except Exception:  # modules raise anything if they get what they do not expect
+            return False
+        return structure.blocks == find_blocks(self.lm) and isinstance(logits, Tensor) and logits.ndim == 3
 
     def unhook(self) -> None:
         """Leave the model as it was before; this object can no longer be used."""

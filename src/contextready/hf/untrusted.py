@@ -15,6 +15,7 @@ from contextready.errors import ContextReadyError
 from contextready.formats.gguf_file import read_gguf_file
 from contextready.formats.json_file import read_json
 from contextready.formats.limits import check_memory
+from contextready.formats.safetensors_file import read_header
 from contextready.hf.trust import OPTION, is_trusting
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
@@ -107,16 +108,8 @@ def _stored_sizes(folder: Path) -> Iterator[int]:
     if not folder.is_dir():
         yield from (prod(tensor.shape) for tensor in read_gguf_file(folder).tensors.values())
         return
-    from safetensors import SafetensorError, safe_open
-
     for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                yield from (prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise ContextReadyError(
-                f"{folder} cannot be loaded as a model: {file.name} is damaged ({error}). Download or save it again."
-            ) from None
+        yield from (prod(tensor.shape) for tensor in read_header(file).tensors.values())
 
 
 def _find(source: str, name: str) -> Path | None:

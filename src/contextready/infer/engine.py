@@ -3,6 +3,7 @@
 This file needs numpy only, because exported files run without torch.
 """
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contextready.errors import ContextReadyError
+from contextready.formats.limits import check_count
 from contextready.solve.reading import ReadInfo
 
 if TYPE_CHECKING:
@@ -75,3 +77,10 @@ def check_step(tokens: Sequence[int], rows: int, vocab_size: int) -> None:
     if len(tokens) != rows:
         raise ContextReadyError(f"{len(tokens)} tokens were passed for {rows} rows; pass one per row.")
     check_ids(tokens, vocab_size)
+
+
+def check_threads(name: str, threads: int | None) -> None:
+    """Refuse a number of threads that a computer cannot start; `name` is what the user calls it."""
+    if threads is not None:
+        # More threads than cores only wait for each other. ggml can start at most 512.
+        check_count(name, threads, 1, min(512, max(64, 4 * (os.cpu_count() or 1))))

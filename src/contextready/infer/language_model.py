@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 from contextready.errors import ContextReadyError, nearest
-from contextready.infer.engine import ENGINES, EXPORTED, Engine
+from contextready.infer.engine import ENGINES, EXPORTED, Engine, check_threads
 from contextready.infer.generate import Completion, GenerationSettings, Piece, generate_pieces
 from contextready.infer.sampling import Sampling, log_probabilities
 
@@ -202,6 +202,7 @@ def load(
     path = Path(path)
     if engine is not None and engine not in ENGINES:
         raise ContextReadyError(f"Unknown engine '{engine}'; {nearest(engine, ENGINES)}")
+    check_threads("threads", threads)
     if path.suffix == EXPORTED:
         if engine not in (None, "ggml"):
             raise ContextReadyError(f"{path} is an exported file, which only the engine ggml runs; choose no engine.")

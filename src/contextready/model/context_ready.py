@@ -20,6 +20,7 @@ from contextready.model.checks import check_carried, check_passes
 from contextready.model.config import ModelConfig
 from contextready.model.correction import NO_CORRECTION
 from contextready.model.correction_module import CorrectionModule, build_correction, no_correction
+from contextready.model.cost import check_model_memory
 from contextready.model.state import State
 from contextready.model.transformer import Transformer
 
@@ -166,5 +167,6 @@ def shift_right(z_BTC: Tensor, before_B1C: Tensor | None = None) -> Tensor:
 
 def build_model(config: ModelConfig) -> ContextReady:
     """Create a newly initialized model on torch's default device and in its default dtype."""
+    check_model_memory(config)
     backbone = Transformer(config)
     return ContextReady(backbone, build_correction(config.correction, backbone, config.correction_init, config.bias))

@@ -96,12 +96,12 @@ def correction_parameters(config: ModelConfig) -> int:
     return norms + (_ffn(parts.network_inputs * C, C, bias) if parts.has_network else 0)
 
 
-def check_model_memory(config: ModelConfig, dtype: torch.dtype | None = None) -> None:
+def check_model_memory(config: ModelConfig) -> None:
     """Refuse a model whose weights alone are larger than the machine's memory, before any of them is allocated.
 
-    This applies to weights in the main memory only: not on the meta device, nor to fake tensors, nor on a GPU.
+    Only weights in main memory count: not those on the meta device or a GPU, nor fake tensors.
     """
-    probe = torch.empty(0, dtype=dtype)
+    probe = torch.empty(0)
     if probe.device.type == "cpu" and type(probe) is torch.Tensor:
         number = account(config).parameters
         what = f"A model with {number:,} parameters (width={config.width}, layers={config.layers})"

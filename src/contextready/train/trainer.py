@@ -20,7 +20,7 @@ from contextready.errors import ContextReadyError
 from contextready.files import check_name, locked_folder, write_json
 from contextready.model.context_ready import ContextReady
 from contextready.runs import checkpoint as checkpoints
-from contextready.runs.config import RunConfig, check_for_team, check_same_run
+from contextready.runs.config import RunConfig, check_for_team, check_run_memory, check_same_run
 from contextready.runs.metrics import Metrics, Record
 from contextready.runs.models import cost_of, start_model
 from contextready.train.cost import sequence_macs
@@ -78,6 +78,7 @@ class Trainer:
         t = config.train
         self.team.check_same(config.as_dict())
         check_for_team(config, self.team.size)
+        check_run_memory(config, self.team.size, self.team.device.type == "cpu")
         self.folder = Path(t.out)
         self.source = open_source(config, self.team)
         self.device = self.team.device

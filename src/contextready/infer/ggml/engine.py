@@ -11,7 +11,7 @@ import numpy as np
 from contextready.errors import ContextReadyError
 from contextready.extras import require
 from contextready.formats.limits import check_count, check_memory
-from contextready.infer.engine import Logits, check_capacity, check_ids, check_step
+from contextready.infer.engine import Logits, check_capacity, check_ids, check_step, check_threads
 from contextready.infer.ggml.file import LONGEST, Exported, ExportedConfig, read_gguf
 from contextready.infer.ggml.graph import (
     FLOAT,
@@ -245,13 +245,6 @@ def state_bytes(config: ExportedConfig, rows: int, slots: int) -> int:
     c = config
     row = FLOAT * (2 * c.layers * c.width + 1) * slots + FLOAT * c.vocab_size
     return rows * (row + NODE_BYTES * NODES_PER_ROW * (c.layers + 2))
-
-
-def check_threads(name: str, threads: int | None) -> None:
-    """Refuse a number of threads that a computer cannot start; `name` is what the user calls it."""
-    if threads is not None:
-        # More threads than cores only wait for each other. ggml can start at most 512.
-        check_count(name, threads, 1, min(512, max(64, 4 * (os.cpu_count() or 1))))
 
 
 def _cores() -> int:
