@@ -4,8 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 # PIP_CONSTRAINT reaches the isolated build environment too, so the build backend is pinned as well.
 INSTALL := PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
+# An environment of its own for the lowest version of transformers that pyproject.toml allows.
+FLOOR := .venv-floor
+LOWEST := $(shell sed -nE 's/^hf = .*"transformers>=([0-9.]+)".*/\1/p' pyproject.toml)
 
-.PHONY: help demo test lint slow fuzz bench peers graph docs format clean
+.PHONY: help demo test lint slow floor fuzz bench peers graph docs format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -16,8 +19,11 @@ demo: $(VENV)/.demo  ## train a small model and its transformer, compare them, d
 test: $(VENV)/.dev  ## fast tests
 	$(BIN)/pytest -n 2
 
-slow: $(VENV)/.dev  ## tests that take minutes
+slow: $(VENV)/.dev floor  ## tests that take minutes, and make floor
 	$(BIN)/pytest -m slow
+
+floor: $(FLOOR)/.hf  ## all Hugging Face tests with the lowest supported transformers
+	$(FLOOR)/bin/pytest -m '' tests/hf
 
 CASES ?= 20000
 fuzz: $(VENV)/.dev  ## open mutated files and run odd commands, CASES of them (20000)
@@ -47,8 +53,8 @@ bench: $(VENV)/.core  ## benchmarks; each ends with one JSON line
 peers: $(VENV)/.bench  ## decoding beside Hugging Face and llama.cpp (builds llama.cpp: needs a C++ compiler)
 	$(BIN)/crt bench --peers --engines eager,compiled,ggml --plot bench.png
 
-clean:  ## remove the environment and every cache
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:  ## remove the environments and every cache
+	rm -rf $(VENV) $(FLOOR) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer was not found; set PYTHON=/path/to/python3.11"; exit 2; }
@@ -68,6 +74,15 @@ $(VENV)/.dev: $(VENV)/.core
 
 $(VENV)/.docs: $(VENV)/.core
 	$(INSTALL) --editable '.[docs]'
+	@touch $@
+
+# The same versions, except that of transformers.
+$(FLOOR)/.hf: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer was not found; set PYTHON=/path/to/python3.11"; exit 2; }
+	@test -x $(FLOOR)/bin/pip || $(PYTHON) -m venv $(FLOOR)
+	sed 's/^transformers==.*/transformers==$(LOWEST)/' constraints.txt > $(FLOOR)/constraints.txt
+	PIP_CONSTRAINT=$(FLOOR)/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
+	  $(FLOOR)/bin/pip install --quiet --editable '.[hf,data]' pytest
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.core

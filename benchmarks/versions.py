@@ -163,7 +163,31 @@ def tasks(scratch: Path) -> dict[str, Task]:
         named[f"a prompt of 1,024 tokens by {solver}, D=2 C=256"] = read_by(solver)
     shape = {"vocab_size": V, "width": 128, "layers": 1, "heads": 2, "correction": "add"}
     named["settings of a run"] = lambda: [build_run(shape | {"data": "d", "out": "o"}) for _ in range(100)]
-    return named
+    return named | opening(scratch, shape | {"width": 512, "layers": 8})
+
+
+def opening(scratch: Path, shape: dict[str, Any]) -> dict[str, Task]:
+    """Tasks that open a checkpoint of 26M parameters and an exported file of about 100 MB; for 0.2.0 and later."""
+    try:
+        import contextready
+        from contextready.data.prepare import Preparation, prepare
+        from contextready.infer.ggml.engine import GgmlEngine
+        from contextready.runs.checkpoint import open_checkpoint
+        from contextready.runs.config import build_run
+        from contextready.train.trainer import train
+    except ImportError:  # version 0.1.0
+        return {}
+    (scratch / "texts").mkdir()
+    for number in range(40):
+        (scratch / "texts" / f"{number}.txt").write_text(f"The river of document {number} flows on. " * 40)
+    prepare(scratch / "data", Preparation([str(scratch / "texts")], [], 0.2, 300))
+    short = {"data": str(scratch / "data"), "out": str(scratch / "run"), "steps": 1, "batch_size": 1, "block_size": 16}
+    train(build_run(shape | short | {"eval_tokens": 16, "passes": 2}))
+    return {
+        "open a checkpoint": lambda: open_checkpoint(scratch / "run").model(),
+        "load a checkpoint": lambda: contextready.load(scratch / "run"),
+        "open an exported file": lambda: GgmlEngine(scratch / "q8_0.gguf", capacity=256, threads=2),
+    }
 
 
 def work() -> None:

@@ -1,5 +1,6 @@
 """Shards: written once, read as one array, and refused if a byte has changed."""
 
+import errno
 import hashlib
 import json
 import os
@@ -305,6 +306,16 @@ def test_a_source_whose_name_is_not_utf8_is_recorded(texts, trained, tmp_path):
     source.write_text("<|endoftext|>\n".join(texts))
     data = prepare(tmp_path / "out", Preparation([str(source)], [], 0.2, tokenizer=str(trained)))
     assert data.manifest["source"].endswith("source?.txt")
+
+
+def test_a_shard_that_cannot_be_read_is_named(prepared, monkeypatch):
+    def broken(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    data = Data(prepared)
+    monkeypatch.setattr(np, "memmap", broken)
+    with pytest.raises(ContextReadyError, match=r"val-00000\.bin cannot be read: .*Input/output error"):
+        data.tokens("val")
 
 
 def test_there_are_two_splits(prepared):

@@ -1,11 +1,14 @@
 """`crt convert` of GGUF files."""
 
 import json
+import socket
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
 from hf_helpers import KNOWN, TEXTS, crt, generated, logits, refused_conversion, some_tokens, tiny_lm
+from hf_hostile_helpers import adapter, own_generation_config, own_model, own_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import contextready.hf.modeling  # noqa: F401  (registers its classes)
@@ -81,6 +84,26 @@ def test_a_gguf_file_is_converted(tmp_path, tokenizer):
     texts = [text for text in TEXTS if text]
     assert theirs(texts, add_special_tokens=False)["input_ids"] == tokenizer(texts)["input_ids"]
     assert generated(tmp_path / "out").strip()
+
+
+def test_what_is_beside_a_gguf_file_is_not_read(tmp_path, tokenizer, monkeypatch):
+    """transformers would apply the adapter, look up its model on the Hub, and load the tokenizer that is named."""
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    place, lm = tmp_path / "place", tiny_lm("llama", vocab_size=KNOWN).float()
+    place.mkdir()
+    write_gguf(place / "x.gguf", lm, tokenizer)
+    for attack in (adapter, own_tokenizer, own_generation_config, own_model):
+        attack(place)
+    monkeypatch.setattr(socket, "getaddrinfo", None)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    crt("convert", place / "x.gguf", tmp_path / "out")
+    assert not (tmp_path / "ran").exists()
+    model, tokens = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), some_tokens()
+    assert torch.equal(logits(model, tokens), logits(lm, tokens))
+    saved = "".join(path.read_text() for path in (tmp_path / "out").glob("*.json"))
+    assert "contextready-" not in saved
+    assert str(tmp_path) not in saved
 
 
 @pytest.mark.parametrize("content", [b"", b"nope" * 9, b"GGUF", b"GGUF\x09\0\0\0" + bytes(99), b"GGUF\x03\0\0\0"])

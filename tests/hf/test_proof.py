@@ -120,6 +120,27 @@ def test_mixtures_of_experts_are_wrapped_with_any_seed(kind):
             assert torch.equal(model(tokens).logits, expected)
 
 
+def test_a_mixture_whose_tokens_compete_for_experts_is_refused(monkeypatch):
+    """Later tokens decide which earlier ones an expert serves, but the choice has no gradient."""
+    from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+
+    route = MixtralTopKRouter.forward
+
+    def with_capacity(self, hidden_states):
+        logits, scores, chosen = route(self, hidden_states)
+        for expert in range(4):
+            places = (chosen == expert).nonzero()
+            served_less = scores[places[:, 0], places[:, 1]].argsort(descending=True)[len(scores) // 4 :]
+            scores = scores.index_put(tuple(places[served_less].T), torch.zeros(()))
+        return logits, scores, chosen
+
+    monkeypatch.setattr(MixtralTopKRouter, "forward", with_capacity)
+    for seed in range(12):
+        lm = new_lm("mixtral", MIXTURES["mixtral"], seed)
+        with pytest.raises(ContextReadyError, match="attend to later tokens"):
+            ContextReadyForCausalLM.wrap(lm)
+
+
 @pytest.mark.parametrize("kind", MIXTURES)
 @torch.no_grad()
 def test_mixtures_of_experts_stream_what_they_read_in_parallel(kind):
@@ -190,6 +211,11 @@ def test_continuous_batching_is_refused(family):
         for method in ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager"):
             with pytest.raises(ContextReadyError, match="does not support continuous batching"):
                 getattr(one, method)([[3, 4, 5]])
+        with pytest.raises(ContextReadyError, match="does not support continuous batching"):
+            one.generate(random_tokens(), cache_implementation="paged", max_new_tokens=2)
+        # A manager that was created directly passes its cache under this name.
+        with pytest.raises(ContextReadyError, match="does not support continuous batching"):
+            one(random_tokens(), cache=object(), use_cache=False)
 
 
 def test_a_decoder_that_was_part_of_another_model_is_converted(tmp_path, tokenizer):

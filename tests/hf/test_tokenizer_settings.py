@@ -58,17 +58,45 @@ def test_a_resumed_run_keeps_them(place):
     assert "tokenizer.json" not in kept
 
 
-@pytest.mark.parametrize("settings", [3, [], {"../x": "y"}, {"tokenizer_config.json": 3}, {"/tmp/x": "y"}])
-def test_settings_that_make_no_sense_are_refused(place, tmp_path, capsys, settings):
+def with_settings(place, folder, settings):
+    """A copy of the first checkpoint of the run in which other settings were kept, or none."""
     from contextready.files import write_manifest
     from contextready.runs.checkpoint import FORMAT
 
-    (newest,) = (place / "run" / "checkpoints").glob("step-00000001")
-    shutil.copytree(newest, tmp_path / "checkpoint")
-    described = json.loads((newest / "pretrained.json").read_text())
-    (tmp_path / "checkpoint" / "pretrained.json").write_text(json.dumps(described | {"tokenizer": settings}))
-    (tmp_path / "checkpoint" / "manifest.json").unlink()
-    write_manifest(tmp_path / "checkpoint", FORMAT, {"step": 1})
+    (first,) = (place / "run" / "checkpoints").glob("step-00000001")
+    shutil.copytree(first, folder)
+    described = json.loads((first / "pretrained.json").read_text()) | {"tokenizer": settings}
+    (folder / "pretrained.json").write_text(json.dumps(described))
+    (folder / "manifest.json").unlink()
+    write_manifest(folder, FORMAT, {"step": 1})
+    return folder
+
+
+def test_an_older_checkpoint_uses_the_original_model_and_no_other(place, tmp_path, capsys):
+    older, llama = with_settings(place, tmp_path / "older", None), place / "llama"
+    missing = f"Note: {llama}, from which {older} was trained, was not found"
+    crt("convert", older, tmp_path / "moved")
+    assert missing in capsys.readouterr().err
+    assert not (tmp_path / "moved" / "chat_template.jinja").exists()
+    shutil.copytree(place / "moved", llama)
+    try:
+        crt("convert", older, tmp_path / "found")
+        assert capsys.readouterr().err == ""
+        assert (tmp_path / "found" / "chat_template.jinja").read_text() == TEMPLATE
+        tokenizer = json.loads((llama / "tokenizer.json").read_text())
+        tokenizer["model"]["merges"].pop()
+        (llama / "tokenizer.json").write_text(json.dumps(tokenizer))
+        crt("convert", older, tmp_path / "other")
+        assert missing in capsys.readouterr().err
+        for file in (tmp_path / "moved").iterdir():
+            assert (tmp_path / "other" / file.name).read_bytes() == file.read_bytes()
+    finally:
+        shutil.rmtree(llama)
+
+
+@pytest.mark.parametrize("settings", [3, [], {"../x": "y"}, {"tokenizer_config.json": 3}, {"/tmp/x": "y"}])
+def test_settings_that_make_no_sense_are_refused(place, tmp_path, capsys, settings):
+    with_settings(place, tmp_path / "checkpoint", settings)
     said = refused(capsys, "convert", tmp_path / "checkpoint", tmp_path / "out")
     assert "tokenizer settings" in said
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]

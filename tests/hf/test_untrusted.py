@@ -1,6 +1,5 @@
 """Model folders from elsewhere: nothing in them runs, nothing outside them is read, and one sentence says why."""
 
-import json
 import os
 import pty
 import shutil
@@ -8,83 +7,42 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from hf_helpers import KNOWN, crt, refused, refused_conversion, tiny_lm
-from safetensors.torch import load_file, save_file
+from hf_hostile_helpers import (
+    CODE,
+    FOREVER,
+    adapter,
+    change,
+    class_that_is_no_tokenizer,
+    hostile_copy,
+    index,
+    own_code_for_a_known_model,
+    own_generate,
+    own_generate_in_settings,
+    own_generation_config,
+    own_model,
+    own_model_elsewhere,
+    own_model_inside,
+    own_model_of_a_known_kind,
+    own_pipeline,
+    own_tokenizer,
+    own_tokenizer_in_a_list,
+    pickled,
+)
+from train_helpers import make_data
 
 from contextready.errors import ContextReadyError
-
-CODE = """
-open({marker!r}, "w").close()
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-class Config(LlamaConfig):
-    model_type = "unheard_of"
-class Model(LlamaForCausalLM):
-    config_class = Config
-class Tokens(PreTrainedTokenizerFast):
-    pass
-def generate(model, **arguments):
-    raise SystemExit(9)
-"""
-FOREVER = "{% for a in range(99999) %}{% for b in range(99999) %}{{ ().__class__.__base__ }}{% endfor %}{% endfor %}"
-
-
-def change(folder, name, **changes):
-    """Change a JSON file of the folder, or create it."""
-    path = folder / name
-    values = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(values | changes))
-
-
-def own_model(folder):
-    auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
-    change(folder, "config.json", model_type="unheard_of", auto_map=auto_map)
-
-
-def own_model_of_a_known_kind(folder):
-    (folder / "config.json").write_text(
-        json.dumps({"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "code.Model"}})
-    )
-
-
-def own_model_inside(folder):
-    inner = {"model_type": "vit", "auto_map": {"AutoModelForCausalLM": f"{folder}--code.Model"}}
-    structure = {"blocks": "a", "head": [], "finish": "none", "factor": 1.0}
-    (folder / "config.json").write_text(
-        json.dumps({"model_type": "contextready", "base_config": inner, "structure": structure})
-    )
-
-
-def own_tokenizer(folder):
-    change(folder, "tokenizer_config.json", tokenizer_class="Tokens", auto_map={"AutoTokenizer": [None, "code.Tokens"]})
-
-
-def class_that_is_no_tokenizer(folder):
-    change(folder, "tokenizer_config.json", tokenizer_class="AutoProcessor")
-    change(folder, "preprocessor_config.json", auto_map={"AutoProcessor": "code.Model"}, processor_class="Own")
-
-
-def own_generate(folder):
-    (folder / "custom_generate").mkdir()
-    shutil.copy(folder / "code.py", folder / "custom_generate" / "generate.py")
-
-
-def own_generate_in_settings(folder):
-    change(folder, "generation_config.json", custom_generate=str(folder))
-
-
-def own_pipeline(folder):
-    change(folder, "config.json", custom_pipelines={"text-generation": {"impl": "code.Model", "pt": ["AutoModel"]}})
-
 
 NEEDS_CODE = {
     one.__name__: one
     for one in (
         own_model,
+        own_model_elsewhere,
         own_model_of_a_known_kind,
         own_tokenizer,
         own_generate,
         own_generate_in_settings,
+        own_generation_config,
         own_pipeline,
     )
 }
@@ -97,9 +55,7 @@ def hostile(base, tmp_path):
     ran = tmp_path / "ran"
 
     def make(attack, name="model"):
-        folder = tmp_path / name
-        shutil.copytree(base, folder)
-        (folder / "code.py").write_text(CODE.format(marker=str(ran)))
+        folder = hostile_copy(base, tmp_path / name, ran)
         attack(folder)
         return folder
 
@@ -133,9 +89,7 @@ def test_code_is_not_run_by_detours(hostile, tmp_path, capsys, kind):
 
 def test_code_beside_a_model_that_transformers_knows_is_ignored(hostile, tmp_path):
     def attack(folder):
-        auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
-        change(folder, "config.json", auto_map=auto_map)
-        change(folder, "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "code.Tokens"]})
+        own_code_for_a_known_model(folder)
         change(folder, "tokenizer_config.json", chat_template=FOREVER)
         (folder / "chat_template.jinja").write_text(FOREVER)
 
@@ -156,27 +110,6 @@ def test_converted_folders_do_not_run_their_copied_code(converted, tmp_path):
         file.write_text(f"open({str(ran)!r}, 'w')")
     assert crt("generate", out, "river", "--max-tokens", "3")
     assert not ran.exists()
-
-
-class Evil:
-    """Runs a command when it is unpickled."""
-
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return open, (str(self.marker), "w")
-
-
-def pickled(folder):
-    torch.save(Evil(folder.parent / "ran"), folder / "weights.bin")
-
-
-def index(folder, name):
-    weights = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    save_file({"x": torch.zeros(1)}, folder / "other.safetensors")
-    change(folder, "model.safetensors.index.json", metadata={}, weight_map=dict.fromkeys(weights, name))
 
 
 @pytest.mark.parametrize(
@@ -237,12 +170,7 @@ def test_settings_that_download_or_fill_the_memory_are_refused(hostile, tmp_path
 
 
 def test_adapters_are_refused(hostile, tmp_path, capsys):
-    def attack(folder):
-        change(folder, "adapter_config.json", base_model_name_or_path="someone/model", peft_type="LORA")
-        pickled(folder)
-        (folder / "weights.bin").rename(folder / "adapter_model.bin")
-
-    assert "contains a PEFT adapter" in refused_conversion(capsys, tmp_path, hostile(attack))
+    assert "contains a PEFT adapter" in refused_conversion(capsys, tmp_path, hostile(adapter))
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "chat_template.jinja"])
@@ -319,15 +247,15 @@ def test_no_stdin_can_allow_code(hostile, tmp_path):
 
 def test_the_option_allows_code(base, tmp_path):
     """Code that someone asked for: a model that only it defines runs, and cannot be converted; a tokenizer can."""
-    ran = tmp_path / "ran"
-    for name, attack in (("a", own_model), ("b", own_tokenizer)):
-        shutil.copytree(base, tmp_path / name)
-        (tmp_path / name / "code.py").write_text(CODE.format(marker=str(ran)))
-        attack(tmp_path / name)
+    ran, data = tmp_path / "ran", make_data(tmp_path / "corpus", tokenizer=str(base))
+    for name, attack in (("a", own_model), ("b", own_tokenizer), ("c", own_tokenizer_in_a_list)):
+        attack(hostile_copy(base, tmp_path / name, ran))
     commands = [
         ["generate", "a", "river", "--max-tokens", "3", "--trust-remote-code"],
         ["convert", "a", "a-out", "--trust-remote-code"],
         ["convert", "b", "b-out", "--trust-remote-code"],
+        ["convert", "c", "c-out", "--trust-remote-code"],
+        ["eval", "a", "--data", str(data), "--passes", "1", "--tokens", "64", "--trust-remote-code"],
         ["generate", "a", "river"],
     ]
     # In another process, because the code registers its classes.
@@ -340,11 +268,44 @@ def test_the_option_allows_code(base, tmp_path):
         text=True,
         timeout=200,
     )
-    assert done.stdout.endswith("[0, 2, 0, 2]\n"), done.stderr
+    assert done.stdout.endswith("[0, 2, 0, 2, 0, 2]\n"), done.stderr
     assert ran.exists()
     assert "a cannot be converted: only its own code defines Model" in done.stderr
     assert "a comes with Python code of its own" in done.stderr
+    # transformers loads this, but cannot save it.
+    assert "crt convert: The tokenizer cannot be saved: " in done.stderr
+    assert done.stderr.count("\n") == 3
     assert (tmp_path / "b-out" / "model.safetensors").exists()
+
+
+def test_a_converted_folder_is_known_from_the_start(converted):
+    """Its auto_map names code that is part of this package, also before that part was imported."""
+    source = f"from contextready.hf.load import load_tokenizer\nprint(len(load_tokenizer({str(converted[0])!r})))"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=100)
+    assert done.stdout == f"{KNOWN}\n", done.stderr
+
+
+@pytest.mark.parametrize("name", ["load_lm", "load_tokenizer"])
+def test_the_hub_is_not_contacted_for_a_model_on_disk(base, monkeypatch, name):
+    """Whatever the folder says, and whatever transformers makes of it."""
+    import huggingface_hub
+    from transformers import AutoConfig, AutoTokenizer
+
+    from contextready.hf import load
+
+    asked = []
+
+    def recording(**arguments):
+        asked.append(huggingface_hub.is_offline_mode())
+        raise OSError("enough")
+
+    for one in (AutoConfig, AutoTokenizer):
+        monkeypatch.setattr(one, "from_pretrained", recording)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(ContextReadyError, match="enough"):
+        getattr(load, name)(str(base))
+    assert asked == [True]
+    assert not huggingface_hub.is_offline_mode()
 
 
 def test_a_gguf_beside_another_of_its_name(tmp_path, monkeypatch):

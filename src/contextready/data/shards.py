@@ -102,6 +102,14 @@ def dtype_for(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
+def map_ids(path: Path, dtype: np.dtype[Any]) -> Ids:
+    """The ids in a file, which are read when they are needed."""
+    try:
+        return np.memmap(path, dtype, "r")
+    except OSError as error:
+        raise ContextReadyError(f"{path} cannot be read: {error}.") from error
+
+
 class ShardWriter:
     """Appends documents to the shards of one split, and starts a new shard when the last is full."""
 
@@ -227,7 +235,7 @@ class Data:
         """Return all tokens of `train` or `val`."""
         if split not in SPLITS:
             raise ContextReadyError(f"There is no split '{split}'; choose train or val.")
-        shards = [np.memmap(self.folder / name, self.dtype, "r") for name in self._shards(split)]
+        shards = [map_ids(self.folder / name, self.dtype) for name in self._shards(split)]
         return TokenArray(shards, self.vocab_size, f"{self.folder}")
 
     def bytes_per_token(self, split: str) -> float | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from contextready.data.shards import Ids
+from contextready.data.shards import Ids, map_ids
 from contextready.errors import ContextReadyError
 
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
@@ -89,4 +89,4 @@ def _mapped(path: Path, dtype: str) -> Ids:
         )
     if size == 0:
         return np.empty(0, dtype)
-    return np.memmap(path, dtype, "r")
+    return map_ids(path, np.dtype(dtype))

@@ -127,6 +127,7 @@ class BaseTransformerForCausalLM(
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Compute logits, and the loss if labels are given."""
+        self.refuse_paged_cache(kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -11,7 +11,7 @@ from contextready.errors import ContextReadyError
 from contextready.files import staged_folder
 from contextready.hf.card import write_card
 from contextready.hf.finetune import cost
-from contextready.hf.load import load_lm, load_tokenizer, quiet
+from contextready.hf.load import load_lm, load_tokenizer, quiet, save_tokenizer
 from contextready.hf.modeling import BaseTransformerForCausalLM, ContextReadyForCausalLM
 from contextready.hf.native import from_native, to_native
 from contextready.hf.structure import PROOF
@@ -185,7 +185,7 @@ def _write(
 ) -> None:
     with staged_folder(out) as staging, quiet():
         model.save_pretrained(staging)
-        tokenizer.save_pretrained(staging)
+        save_tokenizer(tokenizer, staging)
         if exact is not None:
             shutil.copyfile(exact, staging / FILE)
         write_card(staging, model.config, base, costs, measured)

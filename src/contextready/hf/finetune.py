@@ -52,7 +52,7 @@ def rebuild(config: PretrainedModelConfig, description: dict[str, Any]) -> Conte
 
     check_settings("The checkpoint's pretrained model", description["base_config"])
     try:
-        with quiet(), never_asking():
+        with quiet(), never_asking(offline=True):
             base = AutoConfig.for_model(**description["base_config"])
             lm = AutoModelForCausalLM.from_config(base, dtype=torch.float32, trust_remote_code=False)
         structure = Structure.from_dict(description["structure"])

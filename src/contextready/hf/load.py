@@ -3,6 +3,7 @@
 import re
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -44,10 +45,7 @@ def load_lm(source: str, dtype: Any = torch.float32) -> Any:
     require("transformers", "hf")
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-    import contextready.hf.modeling  # noqa: F401  (registers its classes)
-
-    where = _where(source)
-    with quiet(), never_asking():
+    with _located(source) as where, _cautious(source):
         try:
             config, trusted = _with_least_trust(source, AutoConfig.from_pretrained, where)
         except ContextReadyError:
@@ -81,6 +79,11 @@ def load_lm(source: str, dtype: Any = torch.float32) -> Any:
         except ContextReadyError:
             raise
         except Exception as error:
+            if "trust_remote_code" in str(error):
+                raise ContextReadyError(
+                    f"{source} cannot be loaded as a model: its base_config needs Python code of its own, which is "
+                    "never run."
+                ) from None
             _refuse(source, error)
     wrong = sorted(key if isinstance(key, str) else key[0] for group in UNFIT for key in info[group])
     if wrong:
@@ -99,10 +102,9 @@ def load_tokenizer(source: str) -> Any:
     require("transformers", "hf")
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-    where, file = _where(source, weights=False), Path(source) / FILE
-    if file.exists():
-        read_tokenizer_json(file)
-    with quiet(), never_asking():
+    with _located(source, weights=False) as where, _cautious(source):
+        if (Path(source) / FILE).exists():
+            read_tokenizer_json(Path(source) / FILE)
         try:
             tokenizer, _ = _with_least_trust(source, AutoTokenizer.from_pretrained, where)
         except ContextReadyError:
@@ -119,27 +121,43 @@ def load_tokenizer(source: str) -> Any:
     return tokenizer
 
 
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Save a tokenizer with transformers, which may fail on settings that it loaded without complaint."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:
+        raise ContextReadyError(f"The tokenizer cannot be saved: {first_line(error)}") from None
+
+
 def native_tokenizer(source: str) -> Tokenizer | None:
     """Load a model's tokenizer as a native `Tokenizer`; None unless it is a fast tokenizer."""
-    _where(source)
     folder = Path(source)
-    if (folder / FILE).is_file():
-        return Tokenizer.load(folder)
-    loaded = load_tokenizer(source)
+    with _located(source):
+        if (folder / FILE).is_file():
+            return Tokenizer.load(folder)
+        loaded = load_tokenizer(source)
     inner = getattr(loaded, "backend_tokenizer", None)
     return None if inner is None else Tokenizer(inner, loaded.eos_token)
 
 
-def _where(source: str, weights: bool = True) -> dict[str, Any]:
-    """Arguments with which transformers finds the model; refuses what cannot be one."""
+@contextmanager
+def _located(source: str, weights: bool = True) -> "Iterator[dict[str, Any]]":
+    """Arguments with which transformers finds the model inside the block; refuses what cannot be one."""
+    import contextready.hf.modeling  # noqa: F401  (registers its classes, whose code need not be run then)
+
     path = Path(source)
     if path.suffix == GGUF:
         require("gguf", "hf")
         require("accelerate", "hf")
         check_gguf(path)
-        # The whole path, because transformers would prefer a file of the same name in the current folder.
-        file = path.absolute()
-        return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": str(file), "local_files_only": True}
+        with TemporaryDirectory(prefix="contextready-") as alone:
+            # In a folder of its own, because transformers would also read the settings and adapters beside the file.
+            file = Path(alone) / path.name
+            file.symlink_to(path.absolute())
+            yield {"pretrained_model_name_or_path": alone, "gguf_file": str(file), "local_files_only": True}
+        return
     if path.is_dir():
         if weights and not is_pretrained(path):
             raise ContextReadyError(
@@ -147,14 +165,22 @@ def _where(source: str, weights: bool = True) -> dict[str, Any]:
                 "crt convert RUN OUT"
             )
         check_model_files(source, weights)
-        return {"pretrained_model_name_or_path": source, "local_files_only": True}
+        yield {"pretrained_model_name_or_path": source, "local_files_only": True}
+        return
     if path.exists() or not HUB_NAME.fullmatch(source):
         raise ContextReadyError(
             f"There is no model at {source}; give a folder, a .gguf file, or the name of a model on the Hugging Face "
             "Hub."
         )
     check_model_files(source, weights)
-    return {"pretrained_model_name_or_path": source}
+    yield {"pretrained_model_name_or_path": source}
+
+
+@contextmanager
+def _cautious(source: str) -> "Iterator[None]":
+    """Inside the block, transformers is silent, asks nothing, and for a model on disk does not contact the Hub."""
+    with quiet(), never_asking(offline=Path(source).exists() and not is_trusting()):
+        yield
 
 
 def _with_least_trust(source: str, load: "Callable[..., Any]", where: dict[str, Any]) -> tuple[Any, bool]:

@@ -132,6 +132,7 @@ class ContextReadyForCausalLM(
         `passes` sets K; with K = 1 the wrapped model runs without correction. By default K is `config.passes` in
         training mode. Otherwise passes run until z changes by no more than `config.tolerance` at any position.
         """
+        self.refuse_paged_cache(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ContextReadyError("Pass exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:

@@ -1,5 +1,7 @@
 """Converts between native checkpoints and Hugging Face format, in both directions, bit for bit."""
 
+import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from contextready.errors import ContextReadyError
 from contextready.files import staged_folder
 from contextready.hf.backbone import HFBackbone
 from contextready.hf.finetune import merge
-from contextready.hf.load import first_line, load_tokenizer
+from contextready.hf.load import first_line, load_tokenizer, native_tokenizer
 from contextready.hf.modeling import (
     BaseTransformerConfig,
     BaseTransformerForCausalLM,
@@ -131,13 +133,20 @@ def _tokenizer_of_pretrained(checkpoint: Checkpoint) -> Any:
     settings = checkpoint.described.get("tokenizer")
     if settings is not None:
         return load_with_settings(checkpoint.folder, settings)
-    # Checkpoints used to have no settings; then the original model may still be there.
+    # Version 0.1 kept no settings. The original model is used if it is still there, but not another one of its name.
     name = checkpoint.config["model"]["pretrained"]
     folders = [str(place) for place in checkpoint.places_of(name) if place.exists()]
-    try:
-        return load_tokenizer(folders[0] if folders else name)
-    except ContextReadyError:
-        return _tokenizer(checkpoint.folder)
+    source = folders[0] if folders else name
+    with suppress(ContextReadyError):
+        same = native_tokenizer(source)
+        if same is not None and same.sha256 == checkpoint.progress.tokenizer_sha256:
+            return load_tokenizer(source)
+    print(
+        f"Note: {name}, from which {checkpoint.folder} was trained, was not found, so the settings of its tokenizer "
+        "and its chat template are missing.",
+        file=sys.stderr,
+    )
+    return _tokenizer(checkpoint.folder)
 
 
 def _tokenizer(folder: Path) -> Any:

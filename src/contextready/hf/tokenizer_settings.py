@@ -12,7 +12,7 @@ from typing import Any
 
 from contextready.data.tokenizer import FILE
 from contextready.errors import ContextReadyError
-from contextready.hf.load import load_tokenizer, quiet
+from contextready.hf.load import load_tokenizer, quiet, save_tokenizer
 
 KEPT = re.compile(
     r"tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|chat_template\.jinja"
@@ -27,7 +27,7 @@ def read_tokenizer_settings(source: str) -> dict[str, str]:
     with TemporaryDirectory(prefix="contextready-") as temporary:
         folder = Path(temporary)
         with quiet():
-            tokenizer.save_pretrained(folder)
+            save_tokenizer(tokenizer, folder)
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         names = [path.relative_to(folder).as_posix() for path in files]
         return {

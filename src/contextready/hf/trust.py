@@ -48,16 +48,18 @@ def is_trusting() -> bool:
 
 
 @contextmanager
-def never_asking() -> Iterator[None]:
+def never_asking(offline: bool = False) -> Iterator[None]:
     """Keep transformers from asking on standard input, even where it does not pass on that code is forbidden.
 
-    A folder can name any class of transformers as its tokenizer, and such a class is loaded without our arguments.
+    A folder can name any class of transformers as its tokenizer, and such a class is loaded without our arguments. With
+    `offline`, the Hub is not contacted either: files on disk can name other models, which transformers would look up.
     """
+    from huggingface_hub import constants
     from transformers import dynamic_module_utils as loader
 
-    seconds = loader.TIME_OUT_REMOTE_CODE
-    loader.TIME_OUT_REMOTE_CODE = 0
+    seconds, was_offline = loader.TIME_OUT_REMOTE_CODE, constants.HF_HUB_OFFLINE
+    loader.TIME_OUT_REMOTE_CODE, constants.HF_HUB_OFFLINE = 0, was_offline or offline
     try:
         yield
     finally:
-        loader.TIME_OUT_REMOTE_CODE = seconds
+        loader.TIME_OUT_REMOTE_CODE, constants.HF_HUB_OFFLINE = seconds, was_offline

@@ -22,3 +22,8 @@ class WithoutContinuousBatching:
     def generate_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse to start."""
         self.init_continuous_batching()
+
+    def refuse_paged_cache(self, arguments: dict[str, Any]) -> None:
+        """Refuse a forward of continuous batching, also if it was started in another way."""
+        if arguments.get("cache") is not None:
+            self.init_continuous_batching()
