@@ -22,7 +22,9 @@ from types import FrameType
 from typing import Any
 
 LIMIT = 10
-"""Seconds that a case may take."""
+"""Seconds of processor time that a case may take."""
+WAITING = 3
+"""How many times as long a case may take by the clock, because other processes may use the processor too."""
 MOST_GROWTH = 1 << 30
 """Bytes by which the process may grow during a case."""
 MACHINE = 1 << 29
@@ -31,7 +33,7 @@ SPACE = 6 << 30
 """Bytes of address space that a case may reserve."""
 CASES = 50
 """Cases that one process runs."""
-PATIENCE = LIMIT + 6
+PATIENCE = WAITING * LIMIT + 6
 """Seconds after which a process that does not answer is killed; its own alarm only stops Python code."""
 OWN_FAULT = 70
 """Exit code of a process in which the fuzzer itself failed."""
@@ -81,8 +83,10 @@ def run_case(case: dict[str, Any], corpus: Path, scratch: Path) -> dict[str, Any
     before, began = _status("VmRSS"), time.monotonic()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak of the resident memory
     result: dict[str, Any] = {}
-    faulthandler.dump_traceback_later(LIMIT + 3, file=sys.stderr)
-    signal.setitimer(signal.ITIMER_REAL, case.get("limit", LIMIT))
+    faulthandler.dump_traceback_later(WAITING * LIMIT + 3, file=sys.stderr)
+    limit = case.get("limit", LIMIT)
+    Clock.ends = time.process_time() + limit, began + WAITING * limit
+    signal.setitimer(signal.ITIMER_REAL, limit, limit / 5)
     try:
         with contextlib.chdir(place):
             result["outcome"] = LOADERS[case["loader"]](case["words"])
@@ -131,14 +135,24 @@ def _status(name: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
 
 
-def _out_of_time(number: int, frame: FrameType | None) -> None:
-    raise Hang("it takes too long")
+class Clock:
+    """When the current case has taken too long: in processor time, and by the clock."""
+
+    ends = (0.0, 0.0)
+
+
+def _check_time(number: int, frame: FrameType | None) -> None:
+    if time.process_time() > Clock.ends[0] or time.monotonic() > Clock.ends[1]:
+        raise Hang("it takes too long")
 
 
 def prepare(corpus: Path, scratch: Path) -> None:
     """Write the corpus if it is missing, and open all of it, which imports what cases use; then set the limits."""
     import torch
 
+    # One thread, also for ggml, so that processor time is time.
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
     torch.set_num_threads(1)
     from fuzz.cases import TARGETS
     from fuzz.corpus import build_corpus
@@ -160,7 +174,7 @@ def prepare(corpus: Path, scratch: Path) -> None:
     used = _status("VmSize")
     resource.setrlimit(resource.RLIMIT_AS, (used + SPACE, used + SPACE))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGALRM, _out_of_time)
+    signal.signal(signal.SIGALRM, _check_time)
     watch_network()
 
 

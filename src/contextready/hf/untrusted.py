@@ -143,7 +143,7 @@ def _check_code(source: str, values: dict[str, dict[str, Any]], has_generate: bo
     tokenizer = values.get("tokenizer_config.json", {})
     own = None
     # transformers prefers its own classes, if it has them.
-    if config.get("auto_map") and config.get("model_type") not in transformers.CONFIG_MAPPING:
+    if config.get("auto_map") and str(config.get("model_type")) not in transformers.CONFIG_MAPPING:
         own = f"{CONFIG}, auto_map"
     elif tokenizer.get("auto_map") and str(tokenizer.get("tokenizer_class")) not in dir(transformers):
         own = "tokenizer_config.json, auto_map"
