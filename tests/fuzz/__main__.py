@@ -5,8 +5,8 @@
     python -m fuzz --replay FILE          a kept crasher
 
 A case is good if everything opens or is refused in a sentence (a command: exit code 0, 1, 2 or 130). Everything else is
-a crasher: another exception, an abort, more than 10 seconds of processor time, more than 1 GB, code in a file that runs,
-a connection.
+a crasher: another exception, an abort, more than 10 seconds of processor time, more than 1 GB, code in a file that
+runs, a connection.
 """
 
 import argparse

@@ -258,9 +258,12 @@ def test_errors_of_the_disk_are_one_sentence(tmp_path, monkeypatch, error):
     def broken(*_, **__):
         raise error
 
+    def broken_read():
+        raise RuntimeError(f"unable to mmap: {error}")
+
     _, _, state = streamed()
     state.save(tmp_path / "state")
-    monkeypatch.setattr(safetensors.torch, "load_file", broken)
+    monkeypatch.setattr(torch, "from_file", lambda *_, **__: broken_read())
     monkeypatch.setattr(safetensors.torch, "save_file", broken)
     with pytest.raises(ContextReadyError, match=r"state could not be loaded: .*os error 5|Errno 5"):
         State.load(tmp_path / "state")

@@ -245,7 +245,7 @@ DESCRIBED = {
     "correction_bias": False,
     "generation_config": {},
 }
-HEADER = Header(Path("model.safetensors"), {"a": TensorInfo("F32", (8, 4), (0, 128))}, {})
+HEADER = Header(Path("model.safetensors"), 8, {"a": TensorInfo("F32", (8, 4), (0, 128))}, {})
 
 
 @pytest.mark.parametrize(
