@@ -242,7 +242,7 @@ def entry(manifest, name):
         (lambda m: m["splits"].update(test={}), "splits has the unknown key 'test'"),
         (lambda m: entry(m, "train").update(tokens=1), "the shards of train have "),
         (lambda m: entry(m, "train").update(tokens=entry(m, "train")["tokens"] + 1), "which does not match "),
-        (lambda m: entry(m, "val").update(documents=-1), "splits, val, documents must be from 0"),
+        (lambda m: entry(m, "val").update(documents=-1), "splits, val, documents must be at least 0"),
         (lambda m: entry(m, "val").update(shards=["../val-00000.bin"]), "must be the plain name of a file"),
         (lambda m: entry(m, "val").update(shards=["val-9.bin"]), "files does not list val-9.bin, a shard of val"),
         (repeat_a_shard, "a shard is listed twice"),

@@ -51,7 +51,7 @@ def test_a_record_is_built():
         ({"inner": None}, "F, inner must be an object, but is null"),
         ({"inner": {}}, "F, inner lacks the key 'size'"),
         ({"inner": {"size": True}}, "F, inner, size must be a whole number, but is true or false"),
-        ({"inner": {"size": -1}}, "F, inner, size must be from 0 to "),
+        ({"inner": {"size": -1}}, "F, inner, size must be at least 0"),
         ({"inner": {"size": 1 << 62}}, "but is a number with more than 15 digits"),
         ({"inner": {"size": 1, "sum": "0" * 63}}, "F, inner, sum must be a SHA-256 sum, but is '000"),
         ({"inner": {"size": 1, "sum": "0" * 64 + "\n"}}, "must be a SHA-256 sum"),

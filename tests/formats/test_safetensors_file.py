@@ -70,7 +70,7 @@ def entry(name, **changes):
         (lambda header: header | {"__metadata__": {"note": 3}}, "__metadata__, note must be a string"),
         (entry("a", dtype="F31"), "has the unknown type F31"),
         (entry("a", dtype=3), "a, dtype must be a string"),
-        (entry("a", shape=[2, -3]), "a, shape, item 1 must be from 0"),
+        (entry("a", shape=[2, -3]), "a, shape, item 1 must be at least 0"),
         (entry("a", shape=[2, 1 << 61]), "the size of a does not match its shape"),
         (entry("a", shape=[1] * 40), "has 40 dimensions"),
         (entry("a", shape=[2, 4]), "the size of a does not match its shape"),

@@ -84,9 +84,9 @@ def test_settings(copy, change, message):
     [
         (lambda p: [], "trainer.json must be an object"),
         (lambda p: p.update(step="4"), "trainer.json, step must be a whole number"),
-        (lambda p: p.update(step=-4), "trainer.json, step must be from 0"),
+        (lambda p: p.update(step=-4), "trainer.json, step must be at least 0"),
         (lambda p: p.update(step=5), "trainer.json is of step 5, but manifest.json of step 4"),
-        (lambda p: p.update(sequences=1 << 63), "sequences must be from 0"),
+        (lambda p: p.update(sequences=1 << 63), "sequences must be at least 0"),
         (lambda p: p.update(precision="fp8"), "precision must be fp32 or bf16, but is 'fp8'"),
         (lambda p: p.update(best_step=1.5), "best_step must be a whole number"),
         (lambda p: p.update(solved=1), "solved must be true or false"),
@@ -201,7 +201,7 @@ def test_odd_names_among_the_checkpoints_are_ignored(data, copy):
     ("line", "message"),
     [
         ('{"step": true}', "line 1 is not a record of a run"),
-        ('{"step": -1}', "line 1, step must be from 0"),
+        ('{"step": -1}', "line 1, step must be at least 0"),
         ('{"step": 1, "val_loss": "x"}', "line 1, val_loss must be a number, but is a string"),
         ('{"step": 1, "tokens": 1.5}', "line 1, tokens must be a whole number"),
         ('{"step": 1, "accuracy": [1, "x"]}', "line 1, accuracy, item 1 must be a number"),

@@ -125,7 +125,9 @@ def _check_limited(value: Any, hint: Any, limit: Any, *, where: str) -> Any:
         _wrong(where, f"must be {_NAMES[hint]}, but is {_kind(value)}")
     if isinstance(limit, range):
         if value not in limit:
-            _wrong(where, f"must be from {limit[0]} to {shown(limit[-1])}, but is {shown(value)}")
+            is_open = limit.stop == LARGEST_INT
+            allowed = f"at least {limit[0]}" if is_open else f"from {limit[0]} to {limit[-1]}"
+            _wrong(where, f"must be {allowed}, but is {shown(value)}")
     elif not re.fullmatch(limit.pattern, value):
         _wrong(where, f"must be {limit.what}, but is {_value(value)}")
     return value

@@ -89,6 +89,16 @@ def test_an_existing_file_is_kept_unless_told_otherwise(trained, crt, tmp_path):
     assert "is a folder; choose another name" in err
 
 
+def test_a_file_that_another_process_has_written_meanwhile_is_kept(trained, tmp_path):
+    out = tmp_path / "model.gguf"
+    export = Export(trained, out, tokens=0)
+    out.write_bytes(b"of another process")
+    with pytest.raises(ContextReadyError, match=r"model\.gguf already exists"):
+        export.write()
+    assert out.read_bytes() == b"of another process"
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+
+
 def test_progress_is_on_standard_error(trained, crt, tmp_path, monkeypatch):
     monkeypatch.setattr("contextready.cli.progress.EVERY", 0.0)
     _, out, err = crt("export", trained, tmp_path / "a.gguf", "--tokens", 4 * BLOCK)

@@ -15,7 +15,7 @@ from contextready.errors import ContextReadyError
 from contextready.extras import require
 from contextready.infer.engine import EXPORTED, Engine
 from contextready.infer.ggml.engine import GgmlEngine
-from contextready.infer.ggml.file import check_type, write_gguf
+from contextready.infer.ggml.file import check_absent, check_type, write_gguf
 from contextready.measure.perplexity import Score, parallel_scores, sequential_score
 from contextready.runs.checkpoint import data_of, open_checkpoint
 
@@ -95,7 +95,7 @@ class Export:
         checkpoint = open_checkpoint(run)
         checkpoint.must_have_learned_text()
         checkpoint.native_config  # noqa: B018  (refuses models that have no ggml graph)
-        self.out, self.type = out, type
+        self.out, self.type, self.overwrite = out, type, overwrite
         self.block_size: int = checkpoint.config["train"]["block_size"]
         # Token files may come without a tokenizer.
         has_tokenizer = (checkpoint.folder / TOKENIZER_FILE).is_file()
@@ -117,6 +117,7 @@ class Export:
             self.block_size,
             self.type,
             self.tokenizer,
+            overwrite=self.overwrite,
             advance=lambda total, done: advance(f"Writing {self.out.name}", total, done),
         )
         return ExportReport(self.out, size, self.type)
@@ -149,8 +150,7 @@ def _check_out(out: Path, overwrite: bool) -> None:
         raise ContextReadyError(f"{out} must have the extension {EXPORTED}, which marks exported models.")
     if out.is_dir():
         raise ContextReadyError(f"{out} is a folder; choose another name.")
-    if out.exists() and not overwrite:
-        raise ContextReadyError(f"{out} already exists; delete it, choose another name, or pass --overwrite.")
+    check_absent(out, overwrite)
 
 
 def engine_score(

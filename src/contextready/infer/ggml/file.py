@@ -144,6 +144,7 @@ def write_gguf(
     type: str = "f16",
     tokenizer: "Tokenizer | None" = None,
     *,
+    overwrite: bool = True,
     advance: Callable[[int, int], None] = lambda total, done: None,
 ) -> int:
     """Write a model to a file, completely or not at all, and return its size in bytes.
@@ -161,6 +162,8 @@ def write_gguf(
     gguf = require("gguf", "ggml")
     target = Path(path)
     with staged_file(target) as staging, closing(gguf.GGUFWriter(staging, ARCHITECTURE)) as writer:
+        # Only now is it certain that no other process is writing the same file.
+        check_absent(target, overwrite)
         _add_fields(writer, config, trained_length, tokenizer)
         types = {name: _type_of(gguf, shape, type) for name, shape in config.tensors()}
         sizes = {name: prod(gguf.quant_shape_to_byte_shape(shape, types[name])) for name, shape in config.tensors()}
@@ -176,6 +179,12 @@ def write_gguf(
             advance(sum(sizes.values()), sizes[name])
         writer.flush()
     return target.stat().st_size
+
+
+def check_absent(path: Path, overwrite: bool) -> None:
+    """Refuse to replace an existing file, unless that was requested."""
+    if path.exists() and not overwrite:
+        raise ContextReadyError(f"{path} already exists; delete it, choose another name, or pass --overwrite.")
 
 
 def check_type(type: str) -> None:
