@@ -167,7 +167,7 @@ def tasks(scratch: Path) -> dict[str, Task]:
 
 
 def opening(scratch: Path, shape: dict[str, Any]) -> dict[str, Task]:
-    """Tasks that open a checkpoint of 26M parameters and an exported file of about 100 MB; for 0.2.0 and later."""
+    """Tasks that open a checkpoint of 28M parameters and an exported file of 93 MB; for 0.2.0 and later."""
     try:
         import contextready
         from contextready.data.prepare import Preparation, prepare

@@ -10,7 +10,7 @@ import pytest
 
 from contextready.errors import ContextReadyError
 from contextready.formats import gguf_file
-from contextready.formats.gguf_file import TENSOR_TYPES, check_structure, read_gguf_file
+from contextready.formats.gguf_file import TENSOR_TYPES, read_gguf_file
 
 U32, STRING, ARRAY = 4, 8, 9
 
@@ -42,7 +42,7 @@ def refused(tmp_path):
         path = tmp_path / "bad.gguf"
         path.write_bytes(content)
         with pytest.raises(ContextReadyError) as caught:
-            check_structure(path)
+            read_gguf_file(path)
         message = str(caught.value)
         assert message.startswith(str(path))
         assert "\n" not in message
@@ -237,10 +237,10 @@ import resource, sys
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 from contextready.errors import ContextReadyError
-from contextready.formats.gguf_file import check_structure
+from contextready.formats.gguf_file import read_gguf_file
 for path in sys.argv[1:]:
     try:
-        check_structure(Path(path))
+        read_gguf_file(Path(path))
     except ContextReadyError as error:
         print(error)
 assert "torch" not in sys.modules

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from contextready.cli.options import Verbs, verb, whole_number
 from contextready.errors import ContextReadyError
 from contextready.files import to_json
-from contextready.formats.limits import check_count, check_memory
+from contextready.formats.limits import MOST_ROWS, check_count, check_memory
 from contextready.formats.regular import read_text
 from contextready.hf.trust import add_trust_option
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 LONGEST = 1 << 28
 """The most tokens in a completion, and in its context."""
-MOST_ROWS = 1 << 16
-"""The most completions at once."""
 LARGEST_PROMPT = 16 << 20
 """Characters of standard input, and bytes of a prompt file, that are read."""
 LIMITS = {

@@ -117,11 +117,6 @@ def read_gguf_file(path: Path) -> GgufFile:
     return _Reader(path).read()
 
 
-def check_structure(path: Path) -> None:
-    """Refuse a file that other GGUF readers should not see: one that is damaged, incomplete or crafted."""
-    read_gguf_file(path)
-
-
 class _Reader:
     """Reads a file from front to back. `at` is the position of the next byte; the header must end before `end`."""
 

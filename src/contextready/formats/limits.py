@@ -6,6 +6,8 @@ from typing import Any
 
 from contextready.errors import ContextReadyError
 
+MOST_ROWS = 1 << 16
+"""The most sequences that are generated at once."""
 LONGEST = 60
 """Characters of a wrong value that a message shows."""
 

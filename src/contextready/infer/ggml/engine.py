@@ -10,7 +10,7 @@ import numpy as np
 
 from contextready.errors import ContextReadyError
 from contextready.extras import require
-from contextready.formats.limits import check_count, check_memory
+from contextready.formats.limits import MOST_ROWS, check_count, check_memory
 from contextready.infer.engine import Logits, check_capacity, check_ids, check_step, check_threads
 from contextready.infer.ggml.file import LONGEST, Exported, ExportedConfig, read_gguf
 from contextready.infer.ggml.graph import (
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 BUCKET = 256
 """The number of slots that attention covers is rounded up to a multiple of this, so a graph serves many steps."""
-MOST_ROWS = 1 << 16
-"""The largest number of rows."""
 GRAPHS = 16
 """Number of graphs kept for reuse."""
 
