@@ -55,6 +55,13 @@ def setting(*keys, to):
     return change
 
 
+def test_the_same_file_shares_one_native_tokenizer(load):
+    # tokenizers never frees part of a tokenizer that has encoded text, so opening one again must not build another.
+    first, again, other = load(), load(), load(setting("normalizer", to={"type": "NFC"}))
+    assert again.inner is first.inner
+    assert other.inner is not first.inner
+
+
 def test_a_valid_file_is_loaded(load, plain):
     tokenizer = load()
     assert tokenizer.vocab_size == 262
