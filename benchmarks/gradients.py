@@ -45,7 +45,7 @@ MINIATURE = {"width": 128, "heads": 4, "vocab_size": 4096, "block_size": 128, "b
 def run_of(mode: str, passes: int, **shape: int) -> RunConfig:
     """Settings of a run in this mode; m=K uses as many adjoint products as passes."""
     options = MODES[mode] | ({"adjoint_steps": passes} if mode == "implicit m=K" else {})
-    base = {"data": "-", "out": "-", "correction": "add", "passes": passes, "min_passes": None, "precision": "fp32"}
+    base = {"data": "-", "out": "-", "correction": "add", "passes": passes, "precision": "fp32", "gradient": "unroll"}
     return build_run(base | shape | options)
 
 
@@ -54,7 +54,7 @@ def step_of(config: RunConfig, model: ContextReady) -> partial[object]:
     t = config.train
     objective = Objective.for_run(model, t)
     tokens_BT = torch.randint(config.model.vocab_size, (t.batch_size, t.block_size))
-    return partial(objective.backward, tokens_BT, tokens_BT, t.passes)
+    return partial(objective.backward, tokens_BT, tokens_BT, None if t.passes is None else int(t.passes))
 
 
 def make(config: ModelConfig) -> ContextReady:

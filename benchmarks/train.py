@@ -83,7 +83,7 @@ def bare_loop(config: RunConfig, data: Path):  # type: ignore[no-untyped-def]
 def step_costs(data: Path, folder: Path, width: int, layers: int, rounds: int) -> dict[str, float]:
     """Compare the baseline with the bare loop, and K = 5 with its prediction; each pair takes turns."""
     plain = settings(data, folder / "plain", width, layers, extra_ffn=True)
-    ready = settings(data, folder / "ready", width, layers, correction="add", passes=PASSES, min_passes=None)
+    ready = settings(data, folder / "ready", width, layers, correction="add", passes=PASSES, gradient="unroll")
     ours, many = Trainer(plain), Trainer(ready)
     bare, step, slower = median_ratio(bare_loop(plain, data), ours.step, rounds)
     k_pass, _, k_ratio = median_ratio(many.step, ours.step, rounds)

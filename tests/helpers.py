@@ -101,6 +101,7 @@ def oracle(model):
             if name.startswith("correction.norm") and name.endswith(".weight")
         },
         corr_ffn=ffn("correction.ffn") if "correction.ffn.up.weight" in w else None,
+        corr_scale=w.get("correction.gain", backbone.config.correction_scale),
     )
 
 

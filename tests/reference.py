@@ -69,6 +69,7 @@ class Model:
     variant: str | None = None
     corr_norms: dict[str, LN] | None = None
     corr_ffn: FFN | None = None
+    corr_scale: np.ndarray | float = 1.0
 
 
 @dataclass
@@ -124,15 +125,16 @@ def correction(model: Model, z_prev: Vector, x_prev: Vector, e: Vector) -> Vecto
     """correction_t from the previous block output (and, for block_head, the previous block input)."""
     if model.variant in ("add", "tied"):
         ffn = model.corr_ffn if model.variant == "add" else model.layers[-1].ffn
-        return ffn(model.corr_norms["norm"](z_prev + e))
+        return model.corr_scale * ffn(model.corr_norms["norm"](z_prev + e))
     if model.variant == "balanced":
-        return model.corr_ffn(model.corr_norms["norm_z"](z_prev) + model.corr_norms["norm_e"](e))
+        both = model.corr_norms["norm_z"](z_prev) + model.corr_norms["norm_e"](e)
+        return model.corr_scale * model.corr_ffn(both)
     if model.variant == "blind":
-        return model.corr_ffn(model.corr_norms["norm"](z_prev))
+        return model.corr_scale * model.corr_ffn(model.corr_norms["norm"](z_prev))
     if model.variant == "memoryless":
-        return model.corr_ffn(model.corr_norms["norm"](e))
+        return model.corr_scale * model.corr_ffn(model.corr_norms["norm"](e))
     if model.variant == "concat":
-        return model.corr_ffn(model.corr_norms["norm"](np.concatenate([z_prev, e])))
+        return model.corr_scale * model.corr_ffn(model.corr_norms["norm"](np.concatenate([z_prev, e])))
     if model.variant == "block_head":
         return z_prev - x_prev
     raise AssertionError(model.variant)

@@ -24,7 +24,8 @@ TINY = {
     "block_size": 16,
     "batch_size": 4,
     "steps": 12,
-    "passes": 3,
+    "passes": "2..3",
+    "gradient": "unroll",
     "warmup": 4,
     "lr": 1e-2,
     "eval_every": 4,
@@ -35,6 +36,8 @@ TINY = {
     "precision": "fp32",
     "device": "cpu",
     "correction": "add",
+    "correction_init": "random",
+    "correction_scale": 1.0,
 }
 
 
@@ -61,7 +64,7 @@ def tiny(data, out, **changes):
     """The checked settings of a tiny run."""
     settings = TINY | {"data": str(data), "out": str(out)} | changes
     if settings["correction"] is None:
-        settings = {key: value for key, value in settings.items() if key not in ("passes", "min_passes")}
+        settings = {key: value for key, value in settings.items() if key != "passes"}
     return build_run(settings)
 
 
@@ -83,7 +86,7 @@ def words(data, out, **changes):
     """The same tiny run as key=value words, for use with a recipe file."""
     settings = TINY | {"data": data, "out": out} | changes
     if settings["correction"] is None or settings.get("gradient") == "bptt":
-        settings = {key: value for key, value in settings.items() if key not in ("passes", "min_passes")}
+        settings = {key: value for key, value in settings.items() if key != "passes"}
     return [f"{key}={value}" for key, value in settings.items()]
 
 

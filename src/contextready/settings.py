@@ -61,7 +61,7 @@ def describe_settings(cls: type) -> str:
     for setting in dataclasses.fields(cls):
         default = "" if setting.default is dataclasses.MISSING else f" (default: {_as_text(setting.default)})"
         text = documented.get(setting.name, "") + default
-        lines.append(textwrap.fill(f"  {setting.name:<18}{text}", width=79, subsequent_indent=" " * 20))
+        lines.append(textwrap.fill(f"  {setting.name:<20}{text}", width=79, subsequent_indent=" " * 22))
     return "\n".join(lines)
 
 

@@ -34,6 +34,18 @@ def test_parallel_and_streaming(layers, window, kind, bias):
     assert gap(streamed, per_row(reference.streaming, model, tokens)) < TOLERANCE
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("gain", [None, "scalar", "channel"])
+@pytest.mark.parametrize("kind", ["add", "balanced", "concat", "blind", "memoryless"])
+def test_a_scaled_correction(kind, gain, bias):
+    model = small_model(correction=kind, correction_scale=0.3, correction_gain=gain, bias=bias)
+    tokens = random_tokens(batch=1, length=7)
+    for K in (1, 2, 4):
+        assert gap(model(tokens, K), per_row(reference.parallel, model, tokens, K)) < TOLERANCE
+    streamed, _ = stream_in_chunks(model, tokens, [1] * 7)
+    assert gap(streamed, per_row(reference.streaming, model, tokens)) < TOLERANCE
+
+
 @pytest.mark.parametrize("kind", [*KINDS, "memoryless"])
 def test_cumulative_unroll(kind):
     model = small_model(correction=kind, gain=0.5)

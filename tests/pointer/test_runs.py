@@ -35,8 +35,8 @@ MODELS = {
     "transformer": ("correction=none",),
     "hybrid": ("correction=none", "extra_ffn=true"),
     "bptt": (),
-    "unroll": ("gradient=unroll", "passes=3", "min_passes=2"),
-    "implicit": ("gradient=implicit", "passes=4", "min_passes=none"),
+    "unroll": ("gradient=unroll", "passes=2..3"),
+    "implicit": ("gradient=implicit", "passes=4"),
 }
 
 
@@ -226,9 +226,9 @@ def test_the_command_train_knows_the_task_too(tmp_path, capsys):
         (["correction=none", "gradient=bptt"], "gradient=bptt needs a correction"),
         (
             ["passes=10"],
-            "passes=10 does not apply to gradient=bptt, which makes no parallel passes; set gradient=unroll",
+            "passes=10 does not apply to gradient=bptt, which makes no parallel passes; set gradient=truncated",
         ),
-        (["min_passes=2"], "min_passes=2 does not apply to gradient=bptt"),
+        (["passes=2..5"], "passes=2..5 does not apply to gradient=bptt"),
         (["out=file"], "file cannot be created because a file is in the way; choose another"),
         (["out=file/below"], "file/below cannot be created because a file is in the way"),
     ],

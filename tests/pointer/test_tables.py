@@ -43,7 +43,7 @@ def test_the_rows_of_the_miniature():
         assert (run.train.seed, run.train.out) == (3, f"runs/x/{trial.key}-seed3")
     # All other settings are the same for all rows.
     runs = [resolve_pointer(trial.words(0, Path("runs"))).train for trial in table]
-    same = {"out": "x", "gradient": "unroll", "passes": 1, "min_passes": None, "eval_every": 100}
+    same = {"out": "x", "gradient": "unroll", "passes": "1", "eval_every": 100}
     assert len({replace(t, **same) for t in runs}) == 1
     assert {(t.gradient, t.eval_every) for t in runs} == {("bptt", 50), ("unroll", 100)}
     assert {t.precision for t in runs} == {"fp32"}
@@ -55,11 +55,11 @@ def test_the_rows_of_the_other_parts():
     assert growth == [4, 8, 12]
     parallel = [resolve_pointer(trial.words(0, Path("x"))).train for trial in trials_of("cpu", ["parallel"])]
     assert {t.batch_size for t in parallel} == {32}
-    assert [(t.gradient, t.passes, t.min_passes) for t in parallel] == [
-        ("bptt", None, None),
-        *(("unroll", k, None) for k in PASSES),
-        *(("unroll", k, 2) for k in PASSES[1:]),
-        ("implicit", 20, None),
+    assert [(t.gradient, t.passes) for t in parallel] == [
+        ("bptt", None),
+        *(("unroll", f"{k}") for k in PASSES),
+        *(("unroll", f"2..{k}") for k in PASSES[1:]),
+        ("implicit", "20"),
     ]
     everything = trials_of("cpu", PARTS)
     assert len({trial.key for trial in everything}) == len(everything) == 14 + 2 + 9
@@ -232,7 +232,7 @@ def test_a_command_that_cannot_run_is_reported_too(tmp_path):
         (["out=here"], "out cannot be set here, because the rows differ in it"),
         (["layers=3"], "layers cannot be set here"),
         (["--part", "growth", "hops=6"], "hops cannot be set here"),
-        (["--part", "parallel", "min_passes=2"], "min_passes cannot be set here"),
+        (["--part", "parallel", "passes=2..5"], "passes cannot be set here"),
         (["--report", "steps=3"], "leave steps=3 out"),
         (["--report", "--part", "growth"], "leave --part out"),
         (["hopps=3"], "did you mean 'hops'?"),

@@ -246,11 +246,12 @@ def test_a_converted_transformer_starts_as_itself(data, transformer, tmp_path):
 def test_converting_starts_at_zero_unless_asked_otherwise(data, transformer, tmp_path):
     from contextready.runs.recipes import resolve
 
-    settings = words(data, tmp_path / "run", init_from=transformer)
+    given = words(data, tmp_path / "run", init_from=transformer)
+    settings = [word for word in given if not word.startswith(("correction_init", "correction_scale"))]
     recipe = recipe_file(tmp_path)
     assert resolve(recipe, settings).model.correction_init == "zero"
+    assert resolve(recipe, settings).model.correction_scale == 0.02
     assert resolve(recipe, [*settings, "correction_init=random"]).model.correction_init == "random"
-    assert resolve(recipe, words(data, tmp_path / "run")).model.correction_init == "random"
     drawn = trainer(data, tmp_path / "drawn", init_from=str(transformer), correction_init="random")
     zero = trainer(data, tmp_path / "zero", init_from=str(transformer), correction_init="zero")
     assert drawn.model.correction.ffn.down.weight.abs().min() > 0

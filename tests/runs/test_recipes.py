@@ -45,28 +45,29 @@ def test_every_recipe_resolves_and_builds(data, name):
     assert sum(p.numel() for p in model.parameters()) == account(run.model).parameters
     assert run.train.out == f"runs/{name}"
     if run.model.correction is None:
-        assert (run.train.passes, run.train.min_passes) == (1, None)
+        assert run.train.passes == "1"
     elif run.train.gradient == "bptt":
         assert run.train.passes is None
     else:
-        assert run.train.passes > 1
+        assert run.train.pass_schedule.least > 1
 
 
 def test_the_recipe_for_pretrained_models(data):
     run = resolve("convert", ["pretrained=some/model", f"data={data}"])
     assert run.model == PretrainedModelConfig("some/model")
-    assert (run.train.passes, run.train.min_passes, run.train.out) == (5, 2, "runs/convert")
+    assert (run.train.passes, run.train.out) == ("2..3", "runs/convert")
     words = {"correction": "concat", "correction_init": "random", "tune": "lora", "lora_rank": "3"}
+    words |= {"correction_scale": "0.1", "correction_gain": "scalar"}
     assert {"pretrained", *words} == set(PRETRAINED_KEYS)
     changed = resolve("convert", ["pretrained=some/model", *(f"{key}={value}" for key, value in words.items())])
-    assert changed.model == PretrainedModelConfig("some/model", "concat", "random", "lora", 3)
+    assert changed.model == PretrainedModelConfig("some/model", "concat", "random", 0.1, "scalar", "lora", 3)
 
 
 @pytest.mark.parametrize("recipe", ["convert", "mini-d1"])
 def test_without_a_correction_the_recipes_K_is_one(data, recipe):
     more = ["pretrained=some/model"] if recipe == "convert" else []
     run = resolve(recipe, ["correction=none", f"data={data}", *more])
-    assert (run.model.correction, run.train.passes, run.train.min_passes) == (None, 1, None)
+    assert (run.model.correction, run.train.passes) == (None, "1")
     with pytest.raises(ContextReadyError, match="passes=3 needs a correction"):
         resolve(recipe, ["correction=none", "passes=3", f"data={data}", *more])
 
@@ -86,9 +87,9 @@ def test_a_models_name_alone_means_the_first_experiment(data):
 
 
 def test_the_papers_experiments_have_their_figures():
-    assert load_recipe("k10-random/owt-d1-c2048")["min_passes"] == 2
+    assert load_recipe("k10-random/owt-d1-c2048")["passes"] == "2..10"
     fixed = resolve("k10-fixed/owt-d1-c2048", [])
-    assert (fixed.train.passes, fixed.train.min_passes, fixed.train.block_size) == (10, None, 1024)
+    assert (fixed.train.passes, fixed.train.gradient, fixed.train.block_size) == ("10", "unroll", 1024)
     matched = resolve("token-matched/owt-d1-c1024", []).train
     assert round(matched.steps * matched.tokens_per_step, -6) == 1_126_000_000
     tuned = resolve("finetune/owt-d12-c1408", [])
@@ -118,13 +119,21 @@ OTHER = {
     "parallel": "fsdp",
     "truncated_passes": 2,
     **{"data": "elsewhere", "out": "there", "init_from": "none", "block_size": "8", "batch_size": "3"},
-    **{"accumulate": "2", "steps": "1_000", "passes": "7", "min_passes": "4", "lr": "3e-4", "schedule": "cosine"},
+    **{
+        "accumulate": "2",
+        "steps": "1_000",
+        "passes": "4..7",
+        "correction_lr": "2",
+        "convergence_weight": "0.1",
+        "lr": "3e-4",
+        "schedule": "cosine",
+    },
     **{"min_lr": "0.2", "warmup": "9", "weight_decay": "0.01", "beta1": "0.8", "beta2": "0.99", "clip": "2.5"},
     **{"precision": "bf16", "compile": "true", "checkpoint_passes": "yes", "seed": "5", "eval_every": "11"},
     **{"eval_tokens": "none", "save_every": "12", "keep": "4", "log_every": "3", "tensorboard": "1"},
     **{"wandb": "mine", "device": "cpu", "verify_data": "false", "vocab_size": "500", "width": "24", "layers": "2"},
     **{"heads": "3", "window": "6", "extra_ffn": "true", "dropout": "0.5", "bias": "true", "rope_base": "500"},
-    **{"correction": "concat", "correction_init": "zero"},
+    **{"correction": "concat", "correction_init": "random", "correction_scale": "0.3", "correction_gain": "channel"},
 }
 
 
@@ -135,7 +144,7 @@ def test_every_setting_can_be_changed():
     default = resolve("mini-d1", ["vocab_size=300"])
     unchanged = default.as_dict()["model"] | default.as_dict()["train"]
     same = {key for key in found if found[key] == unchanged[key]}
-    assert same == {"init_from", "adjoint_steps", "adjoint_tolerance"}
+    assert same == {"init_from", "gradient", "adjoint_steps", "adjoint_tolerance"}
     words = ["gradient=implicit", "adjoint_steps=2", "adjoint_tolerance=0.5"]
     other = resolve("mini-d1", ["vocab_size=300", *words]).train
     assert (other.gradient, other.adjoint_steps, other.adjoint_tolerance) == ("implicit", 2, 0.5)
@@ -164,7 +173,8 @@ def test_every_setting_can_be_changed():
         (["mini-d1", "seed=-1"], "seed must be from 0 to 2**63 - 1, but got -1"),
         (["mini-d1", "schedule=cosin"], "did you mean 'cosine'?"),
         (["mini-d1", "precision=fp16"], "precision=fp16 is unknown"),
-        (["mini-d1", "min_passes=6"], "min_passes=6 is greater than passes=5"),
+        (["mini-d1", "passes=6..5"], "passes=6..5 must be from 1 to 100,000, with the smaller number first"),
+        (["mini-d1", "min_passes=6"], "min_passes=6 needs passes too; write both as one setting, passes=2..5"),
         (["mini-n1", "passes=5"], "passes=5 needs a correction"),
         (["mini-d1", "device=tpu"], "device=tpu is not available on this machine"),
         (["mini-d1", "vocab_size=10"], "vocab_size=10 is too small for"),
@@ -225,8 +235,8 @@ def test_a_wrong_recipe_of_the_users_is_refused(data, tmp_path, text, message):
 
 
 LIMITED = {
-    **{"block_size": 2**24, "batch_size": 2**20, "accumulate": 10**6, "steps": 99_999_999, "passes": 100_000},
-    **{"min_passes": 100_000, "truncated_passes": 100_000, "adjoint_steps": 100_000, "warmup": 10**8},
+    **{"block_size": 2**24, "batch_size": 2**20, "accumulate": 10**6, "steps": 99_999_999},
+    **{"truncated_passes": 100_000, "adjoint_steps": 100_000, "warmup": 10**8},
     **{"eval_every": 10**9, "eval_tokens": 10**12, "save_every": 10**9, "keep": 10**6, "log_every": 10**9},
 }
 
@@ -304,7 +314,7 @@ def test_a_run_that_the_memory_cannot_hold_is_refused(data, tmp_path, monkeypatc
             check_run_memory(config, 2, on_cpu)
         monkeypatch.setattr(limits, "total_memory", lambda: 4 * copies * number)  # noqa: B023
         with pytest.raises(
-            ContextReadyError, match="A forward pass with batch_size=4, block_size=16 and passes=3 would"
+            ContextReadyError, match=r"A forward pass with batch_size=4, block_size=16 and passes=2\.\.3 would"
         ):
             check_run_memory(config, 2, on_cpu)
         monkeypatch.setattr(limits, "total_memory", lambda: 4 * copies * number + 10**6)  # noqa: B023
@@ -351,22 +361,22 @@ def test_an_experiments_path_is_no_recipe():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("owt-d5-c1120", (64, 256, 100_000, 5, 2)),
-        ("owt-d6-c2048", (32, 256, 200_000, 5, 2)),
-        ("owt-d12-c1024", (32, 256, 200_000, 5, 2)),
-        ("owt-d1-c2048", (16, 1024, 110_000, 10, None)),
-        ("k10-random/owt-d1-c2048", (16, 1024, 135_000, 10, 2)),
-        ("finetune/owt-d24-c1024", (32, 256, 18_000, 5, 2)),
-        ("finetune/owt-d12-c1408", (32, 256, 200_000, 5, 2)),
-        ("token-matched/owt-d2-c1024", (1024, 64, 17_181, 5, 2)),
-        ("width/owt-d2-c256", (1024, 64, 5640, 5, 2)),
-        ("wiki-d3-c446", (64, 256, 100_000, 5, 2)),
-        ("wiki-d1-c50", (64, 256, 100_000, 10, 2)),
+        ("owt-d5-c1120", (64, 256, 100_000, "2..5")),
+        ("owt-d6-c2048", (32, 256, 200_000, "2..5")),
+        ("owt-d12-c1024", (32, 256, 200_000, "2..5")),
+        ("owt-d1-c2048", (16, 1024, 110_000, "10")),
+        ("k10-random/owt-d1-c2048", (16, 1024, 135_000, "2..10")),
+        ("finetune/owt-d24-c1024", (32, 256, 18_000, "2..5")),
+        ("finetune/owt-d12-c1408", (32, 256, 200_000, "2..5")),
+        ("token-matched/owt-d2-c1024", (1024, 64, 17_181, "2..5")),
+        ("width/owt-d2-c256", (1024, 64, 5640, "2..5")),
+        ("wiki-d3-c446", (64, 256, 100_000, "2..5")),
+        ("wiki-d1-c50", (64, 256, 100_000, "2..10")),
     ],
 )
 def test_recipes_have_the_papers_hyperparameters(name, expected):
     t = build_run(load_recipe(name)).train
-    assert (t.sequences_per_step, t.block_size, t.steps, t.passes, t.min_passes) == expected
+    assert (t.sequences_per_step, t.block_size, t.steps, t.passes) == expected
     assert (t.lr, t.clip, t.schedule) == (2e-4, 1.0, "constant")
 
 
@@ -375,7 +385,7 @@ def test_list_names_every_recipe(capsys, monkeypatch):
     assert main(["train", "--list"]) == 0
     rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()}
     assert set(recipe_names()) < set(rows)
-    assert rows["mini-d1"] == ["mini-d1", "D=1", "C=128", "add", "16×128", "2,000", "2–5"]
+    assert rows["mini-d1"] == ["mini-d1", "D=1", "C=128", "add", "16×128", "2,000"]
     assert rows["k10-fixed/owt-d1-c2048"][-1] == "10"
     assert rows["mini-n1-ffn"][1:5] == ["N=1", "C=128", "+", "FFN"]
 
@@ -387,17 +397,17 @@ def test_list_as_json_is_one_strict_document(capsys):
     found = {record["recipe"]: record for record in records}
     assert found["mini-d1"] == {
         **{"recipe": "mini-d1", "layers": 1, "width": 128, "correction": "add", "extra_ffn": False},
-        **{"sequences_per_step": 16, "block_size": 128, "steps": 2000, "min_passes": 2, "passes": 5},
+        **{"sequences_per_step": 16, "block_size": 128, "steps": 2000, "passes": None},
         **{"gradient": None, "data": "data/mini", "task": None},
     }
-    assert found["k10-fixed/owt-d1-c2048"]["min_passes"] is None
+    assert found["k10-fixed/owt-d1-c2048"]["passes"] == "10"
     assert (found["pointer-mini"]["task"], found["pointer-mini"]["data"]) == ("pointer", None)
     assert main(["train", "mini-d1", "--json"]) == 2
     assert "--json works with --list or --dry-run" in capsys.readouterr().err
 
 
 def test_a_dry_run_prints_the_plan_and_makes_nothing(data, tmp_path, capsys):
-    assert main(["train", recipe_file(tmp_path), *words(data, tmp_path / "run", min_passes=1), "--dry-run"]) == 0
+    assert main(["train", recipe_file(tmp_path), *words(data, tmp_path / "run", passes="1..3"), "--dry-run"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert not (tmp_path / "run").exists()
     cost = account(resolve(recipe_file(tmp_path), words(data, tmp_path / "run")).model)

@@ -64,6 +64,12 @@ def test_the_gradient_is_that_of_the_stream(kind, layers, window, bias, extra_ff
     check(model, embeddings())
 
 
+@pytest.mark.parametrize("gain", [None, "scalar", "channel"])
+@pytest.mark.parametrize("kind", ["add", "balanced", "concat", "blind"])
+def test_the_gradient_of_a_scaled_correction(kind, gain):
+    check(small_model(correction=kind, correction_scale=0.3, correction_gain=gain), embeddings())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [None, KEY_BLOCK // 3, KEY_BLOCK, KEY_BLOCK + 9])
 def test_the_gradient_of_sequences_longer_than_a_chunk(kind, window):

@@ -164,7 +164,10 @@ def test_memory_of_the_graph_does_not_grow_with_K(mode):
     ("changes", "message"),
     [
         ({"gradient": "exact"}, "gradient=exact is unknown"),
-        ({"truncated_passes": 2}, "truncated_passes=2 needs gradient=truncated, but gradient=unroll"),
+        (
+            {"gradient": "unroll", "truncated_passes": 2},
+            "truncated_passes=2 needs gradient=truncated, but gradient=unroll",
+        ),
         ({"adjoint_steps": 2}, "adjoint_steps=2 needs gradient=implicit"),
         ({"gradient": "truncated", "adjoint_tolerance": 0.1}, "adjoint_tolerance=0.1 needs gradient=implicit"),
         ({"gradient": "implicit", "compile": True}, "leave compile and checkpoint_passes out"),

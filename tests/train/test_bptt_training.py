@@ -38,19 +38,17 @@ def trained(data, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    "said", [{}, {"passes": 7, "min_passes": 3}, {"passes": 2, "min_passes": 5}, {"min_passes": None}]
-)
+@pytest.mark.parametrize("said", [{}, {"passes": "3..7"}, {"passes": 2}, {"passes": None}])
 def test_a_stream_has_no_passes_whatever_the_recipe_says(said):
     shape = {"vocab_size": 30, "width": 8, "layers": 1, "heads": 2, "correction": "add", "data": "d", "out": "o"}
     t = build_run(shape | BPTT | said).train
-    assert (t.gradient, t.passes, t.min_passes) == ("bptt", None, None)
+    assert (t.gradient, t.passes) == ("bptt", None)
     assert passes_of_step(t, 3) is None
 
 
 def test_a_recipe_becomes_a_stream(data):
     t = resolve("mini-d1", [f"data={data}", "gradient=bptt"]).train
-    assert (t.passes, t.min_passes, t.steps) == (None, None, 2000)
+    assert (t.passes, t.steps) == (None, 2000)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +211,7 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(data, tmp_path, capsys):
     assert main(["train", recipe_file(tmp_path), *told, "--dry-run"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert not (tmp_path / "run").exists()
-    assert (plan["train"]["gradient"], plan["train"]["passes"], plan["train"]["min_passes"]) == ("bptt", None, None)
+    assert (plan["train"]["gradient"], plan["train"]["passes"]) == ("bptt", None)
     cost = account(tiny(data, tmp_path / "run", **BPTT).model)
     # One pass of the blocks, a correction for every token, one head; a backward costs two forwards.
     each = 3 * 4 * (cost.macs_sequence(16, 1) + 16 * cost.macs_correction)

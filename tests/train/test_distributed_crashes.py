@@ -27,8 +27,8 @@ from contextready.runs.config import check_for_team
 
 LONG = {"steps": 120, "log_every": 5, "eval_every": 40, "save_every": 10, "dropout": 0.1}
 BAD = {
-    "a K of 1": ({"min_passes": 1}, "K=1 gives the correction no gradient"),
-    "one pass": ({"min_passes": "none", "passes": 1}, "K=1 gives the correction no gradient"),
+    "a K of 1": ({"passes": "1..3"}, "K=1 gives the correction no gradient"),
+    "one pass": ({"passes": 1}, "K=1 gives the correction no gradient"),
     "an odd batch": ({"batch_size": 3}, "batch_size=3 cannot be split over 2 processes; use a multiple of 2."),
 }
 

@@ -2,13 +2,14 @@
 
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import random_tokens, small_model
 
+from contextready.model.context_ready import shift_right
 from contextready.model.correction import CORRECTIONS
 from contextready.runs.config import build_run
 from contextready.solve.unroll import unroll
@@ -72,6 +73,49 @@ def test_the_gradient_goes_through_every_pass():
         torch.testing.assert_close(found[name], p.grad, rtol=1e-10, atol=1e-12)
     _, alone = gradients(model, Objective(model), 1)
     assert all(grad is None for name, grad in alone.items() if name.startswith("correction."))
+
+
+@pytest.mark.parametrize("gradient", ["unroll", "truncated"])
+@pytest.mark.parametrize("passes", [1, 2, 4])
+def test_the_convergence_term_is_the_change_by_one_more_pass(gradient, passes):
+    """0.5 · mean (x_{K+1} - stopgrad x_K)², where x_k is the input of pass k, with its gradient."""
+    model = small_model()
+    inputs, targets = batch()
+    found = Objective(model, gradient=gradient, convergence_weight=0.5)(inputs, targets, passes)
+    e = model.backbone.embed(inputs)
+    made = list(islice(model.passes(e), passes + 1))
+    term = 0.5 * (made[-1].x_BTC - made[-2].x_BTC.detach()).square().mean()
+    assert term.item() > 1e-6
+    assert found.mean.item() == pytest.approx(Objective(model)(inputs, targets, passes).mean.item(), rel=1e-12)
+    assert (found.total - found.mean).item() == pytest.approx(term.item(), rel=1e-6)
+    if gradient == "unroll" or passes == 1:
+        names, weights = zip(*model.named_parameters(), strict=True)
+        ours = torch.autograd.grad(found.total - found.mean, weights, allow_unused=True)
+        wanted = torch.autograd.grad(term, weights, allow_unused=True)
+        for name, one, other in zip(names, ours, wanted, strict=True):
+            if other is not None and other.any():
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-8, msg=name)
+
+
+def test_the_convergence_term_reaches_the_correction_in_a_truncated_step():
+    """Its gradient goes through the last pass and the correction after it, and nothing before."""
+    model = small_model()
+    inputs, targets = batch()
+    found = Objective(model, gradient="truncated", convergence_weight=1.0)(inputs, targets, 3)
+    weight = model.correction.ffn.down.weight
+    (ours,) = torch.autograd.grad(found.total - found.mean, weight)
+    e = model.backbone.embed(inputs)
+    before = list(islice(model.passes(e), 2))[-1]
+    last = model.recur(e, shift_right(before.carried_BTC.detach()))
+    after = e + model.correction(shift_right(last.carried_BTC), e)
+    (wanted,) = torch.autograd.grad((after - last.x_BTC.detach()).square().mean(), weight)
+    torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-8)
+
+
+def test_the_convergence_term_of_a_transformer_is_zero():
+    model = small_model(correction=None)
+    found = Objective(model, convergence_weight=1.0)(*batch(), 1)
+    assert found.total.item() == found.mean.item()
 
 
 @pytest.mark.parametrize("correction", ["add", None])
@@ -141,7 +185,7 @@ def test_the_cosine_falls_from_the_rate_to_its_part():
 
 
 def test_depths_depend_on_seed_and_step_only():
-    t = schedule_of(passes=6, min_passes=2, seed=3)
+    t = schedule_of(passes="2..6", seed=3)
     drawn = [passes_of_step(t, step) for step in range(200)]
     torch.manual_seed(1)
     assert [passes_of_step(replace(t, lr=9.0, steps=7, batch_size=2), step) for step in range(200)] == drawn
@@ -150,7 +194,7 @@ def test_depths_depend_on_seed_and_step_only():
 
 
 def test_depths_are_uniform_with_both_ends():
-    t = schedule_of(passes=5, min_passes=2)
+    t = schedule_of(passes="2..5")
     counts = Counter(passes_of_step(t, step) for step in range(8000))
     assert set(counts) == {2, 3, 4, 5}
     # Four values with 2,000 each expected; five standard deviations are 194.
@@ -158,5 +202,5 @@ def test_depths_are_uniform_with_both_ends():
 
 
 def test_a_fixed_depth_is_fixed():
-    assert {passes_of_step(schedule_of(passes=4, min_passes=None), step) for step in range(50)} == {4}
-    assert {passes_of_step(schedule_of(passes=3, min_passes=3), step) for step in range(50)} == {3}
+    assert {passes_of_step(schedule_of(passes=4), step) for step in range(50)} == {4}
+    assert {passes_of_step(schedule_of(passes="3..3"), step) for step in range(50)} == {3}

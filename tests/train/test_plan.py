@@ -21,7 +21,14 @@ HEAVY = {"width": 512, "heads": 4, "layers": 4, "vocab_size": 4096, "block_size"
 
 
 def plan_of(gpus=1, **settings):
-    base = MEDIUM | {"data": "-", "out": "-", "correction": "add", "passes": 5, "min_passes": None, "precision": "fp32"}
+    base = MEDIUM | {
+        "data": "-",
+        "out": "-",
+        "correction": "add",
+        "passes": 5,
+        "gradient": "unroll",
+        "precision": "fp32",
+    }
     return make_plan(build_run(base | settings), gpus)
 
 
@@ -100,7 +107,7 @@ def test_the_planned_memory_is_what_each_of_two_processes_takes(parallel, shape,
     done = subprocess.run([*words, parallel, json.dumps(size)], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     measured = int(done.stdout.split("grown")[1])
-    settings = size | {"passes": 3, "min_passes": 2, "parallel": parallel}
+    settings = size | {"passes": "2..3", "gradient": "unroll", "parallel": parallel}
     assert plan_of(gpus=2, **settings).total == pytest.approx(measured, rel=0.15)
 
 
@@ -159,7 +166,7 @@ def test_a_plan_at_paper_scale_allocates_nothing(monkeypatch):
 def test_the_command_prints_all_of_it(capsys):
     assert main(["plan", "owt-d5-c1120", "gradient=implicit", "--gpus", "8", "parallel=fsdp", "--tflops", "989"]) == 0
     out = capsys.readouterr().out
-    assert "156,992,640 parameters on 8 GPUs (fsdp), gradient=implicit, up to K=5 passes, bf16" in out
+    assert "156,992,640 parameters on 8 GPUs (fsdp), gradient=implicit, K=2..5, bf16" in out
     for word in ("weights", "gradients", "optimizer", "activations", "total", "FLOPs per step", "GPU days"):
         assert word in out
     assert main(["plan", "owt-d5-c1120", "gradient=bptt", "--json"]) == 0
@@ -174,7 +181,7 @@ def test_the_command_prints_all_of_it(capsys):
     [
         (["--gpus", "0"], "--gpus must be at least 1, but got 0"),
         (["--gpus", "3"], "batch_size=64 cannot be split over 3 processes"),
-        (["--gpus", "2", "passes=1", "min_passes=none"], "K=1 gives the correction no gradient"),
+        (["--gpus", "2", "passes=1"], "K=1 gives the correction no gradient"),
         (["--utilisation", "0"], "--utilisation must be greater than 0 and at most 1, but got 0"),
         (["gradient=implict"], "gradient=implict is unknown; did you mean 'implicit'?"),
         (["parallel=fdsp"], "parallel=fdsp is unknown; did you mean 'fsdp'?"),

@@ -30,14 +30,15 @@ from contextready.train.schedule import passes_of_step
 from contextready.train.trainer import find_device, make_optimizer, multiplies_bf16, train
 
 VARIANTS = {
-    "context-ready": {"dropout": 0.2, "passes": 5, "min_passes": 2},
+    "context-ready": {"dropout": 0.2, "passes": "2..5"},
     "transformer": {"correction": None, "dropout": 0.2},
     "accumulating": {"dropout": 0.2, "accumulate": 2},
-    "fixed K": {"min_passes": None},
+    "fixed K": {"passes": 3},
+    "convergence": {"convergence_weight": 0.5, "correction_lr": 3.0, "correction_gain": "channel"},
     "recomputing": {"dropout": 0.2, "checkpoint_passes": True},
     "implicit": {"dropout": 0.2, "gradient": "implicit", "adjoint_steps": 2},
     "truncated": {"dropout": 0.2, "gradient": "truncated", "accumulate": 2},
-    "shallow": {"min_passes": 1, "passes": 2, "bias": True},
+    "shallow": {"passes": "1..2", "bias": True},
     "tied, in bf16": {"correction": "tied", "precision": "bf16", "dropout": 0.2},
 }
 
@@ -72,9 +73,10 @@ def test_a_resumed_run_equals_one_that_never_stopped(data, tmp_path, variant):
     assert parts.val_loss == whole.val_loss
 
 
+@pytest.mark.parametrize("passes", ["2..5", "1@0.5,2@0.2,2..4@0.3"])
 @pytest.mark.parametrize("stop", [1, 3, 7, 11])
-def test_a_run_interrupted_at_any_step_resumes_as_if_never_interrupted(data, tmp_path, stop):
-    changes = {"dropout": 0.2, "passes": 5, "schedule": "cosine", "accumulate": 2}
+def test_a_run_interrupted_at_any_step_resumes_as_if_never_interrupted(data, tmp_path, stop, passes):
+    changes = {"dropout": 0.2, "passes": passes, "schedule": "cosine", "accumulate": 2, "gradient": "truncated"}
     whole = run(data, tmp_path / "whole", **changes)
     stopped = train(tiny(data, tmp_path / "run", **changes), StopAfter(stop))
     assert (stopped.step, stopped.stopped_by) == (stop, signal.SIGTERM)
@@ -87,7 +89,7 @@ def test_a_run_interrupted_at_any_step_resumes_as_if_never_interrupted(data, tmp
 
 
 def test_the_depths_of_a_run_are_those_of_its_schedule(data, tmp_path):
-    config = tiny(data, tmp_path / "run", passes=5, log_every=1)
+    config = tiny(data, tmp_path / "run", passes="2..5", log_every=1)
     train(config, StopAfter(5))
     train(config)
     found = {r["step"]: r["passes"] for r in read_metrics(tmp_path / "run") if "loss" in r}
@@ -131,12 +133,20 @@ def test_the_record_of_the_last_step_has_a_residual_too(data, tmp_path):
 
 def test_only_matrices_decay(data, tmp_path):
     at = trainer(data, tmp_path / "run", bias=True, weight_decay=0.3)
-    matrices, vectors = at.optimizer.param_groups
-    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.3, 0.0)
-    assert all(p.dim() == 2 for p in matrices["params"])
-    assert all(p.dim() == 1 for p in vectors["params"])
-    assert len(matrices["params"]) + len(vectors["params"]) == len(list(at.model.parameters()))
+    groups = at.optimizer.param_groups
+    assert all(group["weight_decay"] == (0.3 if p.dim() == 2 else 0.0) for group in groups for p in group["params"])
+    assert sum(len(group["params"]) for group in groups) == len(list(at.model.parameters()))
     assert all(group["fused"] and group["betas"] == (0.9, 0.95) for group in at.optimizer.param_groups)
+
+
+def test_the_correction_has_its_own_learning_rate(data, tmp_path):
+    """The first update of AdamW moves every weight with a gradient by the learning rate."""
+    at = trainer(data, tmp_path / "run", warmup=0, lr=1e-3, correction_lr=5.0, weight_decay=0.0, passes=2)
+    before = {name: p.detach().clone() for name, p in at.model.named_parameters()}
+    at.step()
+    for name, p in at.model.named_parameters():
+        moved = (p.detach() - before[name]).abs().max().item()
+        assert moved == pytest.approx(5e-3 if name.startswith("correction.") else 1e-3, rel=1e-2), name
 
 
 def test_decay_shrinks_matrices_only(data, tmp_path):

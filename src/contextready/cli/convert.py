@@ -31,6 +31,11 @@ def add(verbs: Verbs) -> None:
     convert.add_argument("out", type=Path, help="folder to create; it must not exist yet")
     convert.add_argument("--correction", default="add", help="one of the corrections listed below")
     convert.add_argument("--bias", action="store_true", help="use biases in the correction")
+    convert.add_argument(
+        "--scale",
+        type=float,
+        help="factor on the correction's output (default: the root mean square of the model's embeddings)",
+    )
     convert.add_argument("--passes", type=whole_number, default=5, help="K for training with transformers' Trainer")
     convert.add_argument("--best", action="store_true", help="use the best checkpoint of a run instead of the newest")
     convert.add_argument("--json", action="store_true", help="print one JSON document instead of text")
@@ -54,6 +59,7 @@ def _run(options: argparse.Namespace) -> None:
         options.out,
         correction=options.correction,
         bias=options.bias,
+        scale=options.scale,
         passes=options.passes,
         best=options.best,
     )

@@ -72,7 +72,7 @@ def _check_size(config: "RunConfig") -> None:
     model, t = config.model, config.train
     if not isinstance(model, ModelConfig):
         return
-    blocks = model.layers * (t.passes or 1)
+    blocks = model.layers * (1 if t.pass_schedule is None else t.pass_schedule.most)
     advice = "crt train … --dry-run prints the parameters and FLOPs of any size."
     if blocks > MOST_BLOCKS:
         raise ContextReadyError(
@@ -98,7 +98,7 @@ def print_plan(config: "RunConfig", gpus: int, tflops: float, utilisation: float
     t = config.train
     tokens, hours = t.steps * t.tokens_per_step, seconds * t.steps / 3600
     spread = "" if gpus == 1 else f" on {gpus} GPUs ({t.parallel})"
-    passes = "" if t.passes is None or config.model.correction is None else f", up to K={t.passes} passes"
+    passes = "" if t.passes is None or config.model.correction is None else f", K={t.passes}"
     print(f"{plan.parameters:,} parameters{spread}, gradient={t.gradient}{passes}, {plan.precision}")
     print(f"{t.sequences_per_step} × {t.block_size} tokens per step, {t.steps:,} steps, {tokens:,} tokens")
     print("peak memory per GPU in GiB:")

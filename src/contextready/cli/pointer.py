@@ -22,8 +22,8 @@ crt pointer --show hops=2 answers=visible          # print an example in the pap
 crt pointer                                        # train one context-ready layer
 crt pointer correction=none layers=2 out=runs/n2   # train a two-layer transformer
 crt pointer correction=none layers=1 extra_ffn=true out=runs/n1-ffn
-crt pointer gradient=unroll passes=10 min_passes=none out=runs/k10
-crt pointer gradient=implicit passes=20 min_passes=none out=runs/implicit
+crt pointer gradient=unroll passes=10 out=runs/k10
+crt pointer gradient=implicit passes=20 out=runs/implicit
 crt pointer pointer-d1-c256                        # train at the paper's scale"""
 TERMS = """\
 terms:

@@ -144,13 +144,11 @@ def print_recipes(as_json: bool = False) -> None:
         symbol = "D" if r["correction"] else "N"
         shape = "pretrained=" if r["layers"] is None else f"{symbol}={r['layers']} C={r['width']}"
         extra = r["correction"] or ("+ FFN" if r["extra_ffn"] else "")
-        drawn = "" if r["min_passes"] is None else f"{r['min_passes']}–"
-        passes = "" if r["passes"] is None else f"{drawn}{r['passes']}"
         batch = f"{r['sequences_per_step']}×{r['block_size']}"
-        table.add_row(r["recipe"], f"{shape} {extra}", batch, f"{r['steps']:,}", passes)
+        table.add_row(r["recipe"], f"{shape} {extra}", batch, f"{r['steps']:,}", r["passes"] or "")
     make_console(tables=True).print(table)
     print("D: layers of a context-ready model. N: layers of a transformer. C: width. T: tokens per sequence.")
-    print("K: passes of the blocks over a sequence (2–5: drawn from 2 to 5 at each step).")
+    print("K: passes of the blocks over a sequence (2..5: drawn from 2 to 5 at each step).")
     print("The name of a model alone, such as owt-d5-c1120, means the first experiment that lists it.")
 
 
@@ -161,7 +159,6 @@ def _describe_recipe(name: str) -> dict[str, Any]:
 
     s, keys = load_recipe(name), task_keys()
     task, _ = split_task({key: value for key, value in s.items() if key in keys})
-    least = s.get("min_passes")
     return {
         "recipe": name,
         "layers": s.get("layers"),
@@ -171,7 +168,6 @@ def _describe_recipe(name: str) -> dict[str, Any]:
         "sequences_per_step": s["batch_size"] * s.get("accumulate", 1),
         "block_size": s["block_size"] if task is None else task.length,
         "steps": s["steps"],
-        "min_passes": None if least == "none" else least,
         "passes": s.get("passes"),
         "gradient": s.get("gradient"),
         "data": s.get("data"),

@@ -13,6 +13,7 @@ from contextready.measure.contraction import empirical_rate
 from contextready.measure.perplexity import Score, parallel_scores, sequential_score
 from contextready.model.context_ready import ContextReady
 from contextready.runs.checkpoint import Checkpoint
+from contextready.runs.passes import largest_passes
 
 PASSES = (1, 2, 3, 5, 10)
 CONVERGED = 5
@@ -140,7 +141,8 @@ def evaluate_checkpoint(
 ) -> Evaluation:
     """Evaluate a trained model, by default at the block size it was trained with; L̂ is measured at its training K."""
     trained = checkpoint.config["train"]
-    corrections = CONVERGED if trained["passes"] in (None, 1) else trained["passes"]
+    passes = largest_passes(trained)
+    corrections = CONVERGED if passes is None or passes == 1 else passes
     model = checkpoint.model().to(device)
     return evaluate(model, data, block_size or trained["block_size"], corrections=corrections, **options)
 

@@ -94,6 +94,8 @@ class ContextReadyConfig(PretrainedConfig):  # type: ignore[misc]
         correction: str = "add",
         correction_init: str = "zero",
         correction_bias: bool = False,
+        correction_scale: float = 1.0,
+        correction_gain: str | None = None,
         passes: int = 5,
         tolerance: float = 1e-4,
         run: dict[str, Any] | None = None,
@@ -107,6 +109,8 @@ class ContextReadyConfig(PretrainedConfig):  # type: ignore[misc]
         correction        add, balanced, concat, blind or block_head; memoryless is the control that sees no past
         correction_init   zero (a new model computes the same function as its transformer) or random
         correction_bias   whether the correction has biases
+        correction_scale  factor on the output of the correction
+        correction_gain   whether that factor is learned: scalar, channel or None
         passes            K in training
         tolerance         largest relative change of z, per position, at which reading a prompt stops
         run               settings and progress of the run, if `crt train` trained the model
@@ -120,6 +124,8 @@ class ContextReadyConfig(PretrainedConfig):  # type: ignore[misc]
         self.correction = correction
         self.correction_init = correction_init
         self.correction_bias = correction_bias
+        self.correction_scale = correction_scale
+        self.correction_gain = correction_gain
         self.passes = passes
         self.tolerance = tolerance
         self.run = run

@@ -10,7 +10,7 @@ from contextready.data.tokenizer import FILE
 from contextready.errors import ContextReadyError
 from contextready.files import staged_folder
 from contextready.hf.card import write_card
-from contextready.hf.finetune import cost
+from contextready.hf.finetune import cost, embedding_size
 from contextready.hf.load import load_lm, load_tokenizer, quiet, save_tokenizer
 from contextready.hf.modeling import BaseTransformerForCausalLM, ContextReadyForCausalLM
 from contextready.hf.native import from_native, to_native
@@ -20,6 +20,7 @@ from contextready.model.config import ModelConfig
 from contextready.model.correction import CORRECTIONS, check_correction, find_correction
 from contextready.runs.checkpoint import open_checkpoint
 from contextready.runs.models import is_pretrained
+from contextready.runs.passes import largest_passes
 
 
 @dataclass(frozen=True)
@@ -104,18 +105,20 @@ def convert(
     *,
     correction: str = "add",
     bias: bool = False,
+    scale: float | None = None,
     passes: int = 5,
     best: bool = False,
 ) -> Conversion:
     """Convert any model and write the result to OUT.
 
-    A pretrained causal language model gets a zero correction. A run or checkpoint is written in Hugging Face format. A
+    A pretrained causal language model gets a zero correction, whose output has the factor `scale`, by default the root
+    mean square of the model's embeddings. A run or checkpoint is written in Hugging Face format. A
     native model in Hugging Face format is written as a checkpoint again.
     """
     if out.exists():
         raise ContextReadyError(f"{out} already exists; delete it or choose another name.")
     check_passes(passes)
-    check_correction(correction, "random")
+    check_correction(correction, "random", 1.0 if scale is None else scale)
     if not find_correction(correction).parts.has_network:
         usable = ", ".join(name for name, definition in CORRECTIONS.items() if definition.parts.has_network)
         raise ContextReadyError(
@@ -130,7 +133,13 @@ def convert(
         to_native(path, lm, out)
         what = f"Wrote {out}, a native checkpoint. Next: crt eval {out} --data DATA"
         return Conversion(out, "checkpoint", what)
-    return _from_pretrained(source, lm, out, {"correction": correction, "correction_bias": bias, "passes": passes})
+    settings = {
+        "correction": correction,
+        "correction_bias": bias,
+        "correction_scale": embedding_size(lm) if scale is None else scale,
+        "passes": passes,
+    }
+    return _from_pretrained(source, lm, out, settings)
 
 
 def _from_pretrained(source: str, lm: Any, out: Path, settings: dict[str, Any]) -> Conversion:
@@ -161,7 +170,7 @@ def _from_run(run: Path, out: Path, best: bool) -> Conversion:
         tokens=p.sequences * train["block_size"],
         best_step=None if p.best_loss is None else p.best_step,
         best_perplexity=None if p.best_loss is None else exp(min(p.best_loss, 700.0)),
-        passes=train["passes"],
+        passes=largest_passes(train),
     )
     costs = count_costs(model) if isinstance(model, ContextReadyForCausalLM) else None
     # A native tokenizer is copied as it is, because transformers would write it differently.

@@ -17,10 +17,14 @@ from contextready.hf.trust import never_asking
 from contextready.hf.untrusted import check_settings
 from contextready.model.config import ModelConfig
 from contextready.model.context_ready import ContextReady
+from contextready.model.correction import LARGEST_SCALE
 from contextready.model.correction_module import build_correction, has_bias
 from contextready.model.cost import Account
 from contextready.model.macs import correction_macs
 from contextready.runs.config import PretrainedModelConfig
+
+SAMPLED_TOKENS = 4096
+"""About how many tokens the size of embeddings is measured on."""
 
 
 def start(config: PretrainedModelConfig) -> ContextReady:
@@ -35,15 +39,19 @@ def start(config: PretrainedModelConfig) -> ContextReady:
     inner = loaded.model.backbone
     assert isinstance(inner, HFBackbone)
     inner.tokenizer_settings = settings
-    theirs = loaded.config.correction
-    if config.correction == theirs:
+    found = loaded.config
+    scale = found.correction_scale if config.correction_scale is None else config.correction_scale
+    ours = {"correction": config.correction, "correction_scale": scale, "correction_gain": config.correction_gain}
+    theirs = {key: getattr(found, key) for key in ours}
+    if ours == theirs:
         return _prepared(loaded.model, config)
     if not loaded.model.correction.is_untrained:
+        key = next(key for key in ours if ours[key] != theirs[key])
         raise ContextReadyError(
-            f"{config.pretrained} already has a trained correction ({theirs}); set correction={theirs}, or start from "
-            "the original model."
+            f"{config.pretrained} already has a trained correction with {key}={theirs[key]}; set {key}={theirs[key]}, "
+            "or start from the original model."
         )
-    return _prepared(_corrected(inner, config), config)
+    return _prepared(_corrected(inner, config, scale=scale), config)
 
 
 def rebuild(config: PretrainedModelConfig, description: dict[str, Any]) -> ContextReady:
@@ -62,7 +70,8 @@ def rebuild(config: PretrainedModelConfig, description: dict[str, Any]) -> Conte
         ) from None
     backbone = HFBackbone(lm, structure)
     backbone.tokenizer_settings = description.get("tokenizer")
-    return _prepared(_corrected(backbone, config, description["correction_bias"]), config)
+    scale = description.get("correction_scale", 1.0)
+    return _prepared(_corrected(backbone, config, description["correction_bias"], scale), config)
 
 
 def describe(model: ContextReady) -> dict[str, Any]:
@@ -75,6 +84,7 @@ def describe(model: ContextReady) -> dict[str, Any]:
         "vocab_size": backbone.lm.config.get_text_config().vocab_size,
         "structure": backbone.structure.as_dict(),
         "correction_bias": has_bias(model.correction),
+        "correction_scale": model.correction.scale,
         "generation_config": backbone.lm.generation_config.to_diff_dict(),
         "tokenizer": backbone.tokenizer_settings,
     }
@@ -139,8 +149,30 @@ def _matrices(parameters: Any) -> int:
     return sum(p.numel() for p in parameters if p.dim() == 2)
 
 
-def _corrected(backbone: HFBackbone, config: PretrainedModelConfig, bias: bool = False) -> ContextReady:
-    return ContextReady(backbone, build_correction(config.correction, backbone, config.correction_init, bias))
+def embedding_size(lm: Any) -> float:
+    """Return the root mean square of the token embeddings as the blocks get them: the size of one coordinate."""
+    embedding = lm.get_input_embeddings()
+    number = embedding.weight.shape[0]
+    # Some families multiply the embeddings when they look them up, so the weights alone do not tell.
+    tokens = torch.arange(0, number, -(-number // SAMPLED_TOKENS), device=embedding.weight.device)
+    with torch.no_grad():
+        size = float(embedding(tokens).float().pow(2).mean().sqrt())
+    return float(f"{size:.4g}") if 0.0 < size < LARGEST_SCALE else 1.0
+
+
+def _corrected(
+    backbone: HFBackbone, config: PretrainedModelConfig, bias: bool = False, scale: float | None = None
+) -> ContextReady:
+    scale = config.correction_scale if scale is None else scale
+    correction = build_correction(
+        config.correction,
+        backbone,
+        config.correction_init,
+        bias,
+        embedding_size(backbone.lm) if scale is None else scale,
+        config.correction_gain,
+    )
+    return ContextReady(backbone, correction)
 
 
 def _prepared(model: ContextReady, config: PretrainedModelConfig) -> ContextReady:

@@ -55,7 +55,14 @@ class ContextReadyForCausalLM(
         if config.structure is None:
             config.structure = verified_structure(lm).as_dict()
         backbone = HFBackbone(lm, Structure.from_dict(config.structure))
-        correction = build_correction(config.correction, backbone, config.correction_init, config.correction_bias)
+        correction = build_correction(
+            config.correction,
+            backbone,
+            config.correction_init,
+            config.correction_bias,
+            float(config.correction_scale),
+            config.correction_gain,
+        )
         self.model = ContextReady(backbone, correction)
         self._no_split_modules = getattr(lm, "_no_split_modules", None)
         self.supports_gradient_checkpointing = lm.supports_gradient_checkpointing

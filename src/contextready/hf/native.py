@@ -25,6 +25,7 @@ from contextready.model.config import ModelConfig
 from contextready.model.context_ready import ContextReady
 from contextready.runs.checkpoint import Checkpoint, Progress, load_weights, open_checkpoint, write_rest, write_tensors
 from contextready.runs.config import PAPER_PASSES, TrainConfig
+from contextready.runs.passes import largest_passes
 
 
 def from_native(path: Path, best: bool = False) -> tuple[Any, Any]:
@@ -49,7 +50,9 @@ def from_native(path: Path, best: bool = False) -> tuple[Any, Any]:
         correction=config.correction,
         correction_init=config.correction_init,
         correction_bias=config.bias,
-        passes=train["passes"] or PAPER_PASSES,
+        correction_scale=config.correction_scale,
+        correction_gain=config.correction_gain,
+        passes=largest_passes(train) or PAPER_PASSES,
         run=run,
         **ends,
     )
@@ -81,10 +84,10 @@ def to_native(source: Path, model: Any, out: Path) -> Path:
 def _native_settings(config: Any, base: BaseTransformerConfig, is_ready: bool, tokenizer: Tokenizer) -> dict[str, Any]:
     """Settings of a native model that was created in transformers, without a run."""
     shape = asdict(base.native())
-    correction = {"correction": config.correction, "correction_init": config.correction_init} if is_ready else {}
-    train = TrainConfig(
-        data="", out=".", block_size=base.max_position_embeddings, passes=config.passes if is_ready else 1
-    )
+    names = ("correction", "correction_init", "correction_scale", "correction_gain")
+    correction = {name: getattr(config, name) for name in names} if is_ready else {}
+    passes = str(config.passes) if is_ready else "1"
+    train = TrainConfig(data="", out=".", block_size=base.max_position_embeddings, passes=passes)
     return {
         "config": {"model": asdict(ModelConfig(**shape, **correction)), "train": asdict(train)},
         "progress": asdict(Progress(tokenizer_sha256=tokenizer.sha256)),
@@ -119,7 +122,9 @@ def _of_pretrained(checkpoint: Checkpoint, model: ContextReady) -> Any:
         correction=checkpoint.config["model"]["correction"],
         correction_init=checkpoint.config["model"]["correction_init"],
         correction_bias=described["correction_bias"],
-        passes=checkpoint.config["train"]["passes"] or PAPER_PASSES,
+        correction_scale=model.correction.scale,
+        correction_gain=checkpoint.config["model"].get("correction_gain"),
+        passes=largest_passes(checkpoint.config["train"]) or PAPER_PASSES,
     )
     ready = ContextReadyForCausalLM(config, lm)
     ready.generation_config = lm.generation_config

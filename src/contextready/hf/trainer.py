@@ -32,7 +32,7 @@ class RandomPasses(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Set K for all batches of this update."""
         config = _config(kwargs["model"])
-        drawn = TrainConfig(data="", out=".", passes=self.passes, min_passes=self.min_passes, seed=args.seed)
+        drawn = TrainConfig(data="", out=".", passes=f"{self.min_passes}..{self.passes}", seed=args.seed)
         self._before, config.passes = config.passes, passes_of_step(drawn, state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -78,8 +78,13 @@ class ModelConfig(TransformerConfig):
     """The name of the correction, or none for a plain transformer."""
     correction_init: str = "random"
     """random or zero. With zero, the correction's output layer starts at zero, so the model starts as a transformer."""
+    correction_scale: float = 1.0
+    """Factor on the output of the correction's network. 1 is the paper; 0.02 is the size of new embeddings."""
+    correction_gain: str | None = None
+    """Learn the factor, starting at correction_scale: scalar (one number) or channel (one per channel)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # correction_init is checked even without a correction, so that a misspelled value is reported.
-        check_correction("add" if self.correction is None else self.correction, self.correction_init)
+        # These are checked even without a correction, so that a misspelled value is reported.
+        name = "add" if self.correction is None else self.correction
+        check_correction(name, self.correction_init, self.correction_scale, self.correction_gain)

@@ -169,4 +169,8 @@ def build_model(config: ModelConfig) -> ContextReady:
     """Create a newly initialized model on torch's default device and in its default dtype."""
     check_model_memory(config)
     backbone = Transformer(config)
-    return ContextReady(backbone, build_correction(config.correction, backbone, config.correction_init, config.bias))
+    c = config
+    correction = build_correction(
+        c.correction, backbone, c.correction_init, c.bias, c.correction_scale, c.correction_gain
+    )
+    return ContextReady(backbone, correction)

@@ -19,7 +19,7 @@ class Operations(Protocol):
         """Apply a layer norm of the correction, whose weights are saved under this name."""
 
     def corr_ffn(self, x: Any) -> Any:
-        """Apply the correction's own network: linear to 4C, GELU, linear back to C."""
+        """Apply the correction's own network: linear to 4C, GELU, linear back to C, times its scale."""
 
     def last_ffn(self, x: Any) -> Any:
         """Apply the feed-forward network of the last block."""
@@ -140,6 +140,8 @@ class NoCorrection(Correction):
 
 NO_CORRECTION = NoCorrection()
 INITS = ("random", "zero")
+GAINS = ("scalar", "channel")
+LARGEST_SCALE = 1e6
 
 
 def find_correction(name: str | None) -> Correction:
@@ -151,15 +153,31 @@ def find_correction(name: str | None) -> Correction:
     return CORRECTIONS[name]
 
 
-def check_correction(name: str | None, init: str) -> None:
-    """Raise an error for an unknown correction, an unknown initialization, or two that cannot be combined."""
-    correction = find_correction(name)
+def check_correction(name: str | None, init: str, scale: float = 1.0, gain: str | None = None) -> None:
+    """Raise an error for an unknown correction, an unknown setting of one, or two that cannot be combined."""
+    has_network = name is None or find_correction(name).parts.has_network
     if init not in INITS:
         raise ContextReadyError(f"Unknown correction_init '{init}'; {nearest(init, INITS)}")
-    if name is not None and init == "zero" and not correction.parts.has_network:
+    if init == "zero" and not has_network:
         raise ContextReadyError(
             f"correction={name} has no output layer that could start at zero; use correction_init=random."
         )
+    if not 0.0 < scale <= LARGEST_SCALE:
+        raise ContextReadyError(
+            f"correction_scale must be greater than 0 and at most {LARGEST_SCALE:g}, but got {scale:g}."
+        )
+    if gain is not None and gain not in GAINS:
+        raise ContextReadyError(f"Unknown correction_gain '{gain}'; {nearest(gain, GAINS)}")
+    if (scale != 1.0 or gain is not None) and not has_network:
+        raise ContextReadyError(
+            f"correction={name} has no network of its own whose output could be scaled; leave correction_scale and "
+            "correction_gain out."
+        )
+
+
+def gain_size(gain: str | None, width: int) -> int:
+    """Return the number of learned factors."""
+    return {None: 0, "scalar": 1, "channel": width}[gain]
 
 
 def describe_corrections(with_network: bool = False) -> str:

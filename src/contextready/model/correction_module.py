@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from contextready.errors import ContextReadyError
-from contextready.model.correction import NO_CORRECTION, Correction, check_correction, find_correction
+from contextready.model.correction import NO_CORRECTION, Correction, check_correction, find_correction, gain_size
 from contextready.model.transformer import FFN, init_weights
 
 if TYPE_CHECKING:
@@ -16,14 +16,22 @@ if TYPE_CHECKING:
 class CorrectionModule(nn.Module):
     """The norms and the network that a correction's formula uses, and the formula applied to them."""
 
-    def __init__(self, definition: Correction, backbone: "Backbone", bias: bool = False) -> None:
+    def __init__(
+        self,
+        definition: Correction,
+        backbone: "Backbone",
+        bias: bool = False,
+        scale: float = 1.0,
+        gain: str | None = None,
+    ) -> None:
         super().__init__()
-        self.definition, self.width = definition, backbone.width
+        self.definition, self.width, self.scale = definition, backbone.width, scale
         self.carries_residual = definition.carries_residual
         parts, C = definition.parts, backbone.width
         for name, size in parts.norms.items():
             self.add_module(name, nn.LayerNorm(size * C, bias=bias))
         self.ffn = FFN(C, bias, inputs=parts.network_inputs * C) if parts.has_network else None
+        self.gain = None if gain is None else nn.Parameter(torch.full((gain_size(gain, C),), scale))
         if parts.uses_last_ffn and not hasattr(backbone, "last_ffn"):
             raise ContextReadyError(
                 f"correction={definition.name} works only with a native transformer; use correction=add."
@@ -54,7 +62,9 @@ class CorrectionModule(nn.Module):
         """Apply the correction's own network."""
         assert self.ffn is not None
         out: Tensor = self.ffn(x)
-        return out
+        if self.gain is not None:
+            return out * self.gain
+        return out if self.scale == 1.0 else out * self.scale
 
     def last_ffn(self, x: Tensor) -> Tensor:
         """Apply the last block's network."""
@@ -68,6 +78,8 @@ class CorrectionModule(nn.Module):
     def initialise(self, init: str) -> None:
         """Initialize the weights; with `init="zero"` the output layer starts at zero."""
         init_weights(self)
+        if self.gain is not None:
+            nn.init.constant_(self.gain, self.scale)
         if init == "zero" and self.ffn is not None:
             nn.init.zeros_(self.ffn.down.weight)
 
@@ -78,14 +90,21 @@ class CorrectionModule(nn.Module):
 
 
 def build_correction(
-    name: str | None, backbone: "Backbone", init: str = "random", bias: bool = False
+    name: str | None,
+    backbone: "Backbone",
+    init: str = "random",
+    bias: bool = False,
+    scale: float = 1.0,
+    gain: str | None = None,
 ) -> CorrectionModule:
     """Create a correction for this backbone, on its device and in its dtype; the name None means no correction.
 
-    With `init="zero"` the output layer starts at zero, so the model starts out equal to the backbone.
+    With `init="zero"` the output layer starts at zero, so the model starts out equal to the backbone. `scale` is a
+    factor on the network's output. With `gain` (scalar or channel) the factor is learned and starts at `scale`.
     """
-    check_correction(name, init)
-    correction = CorrectionModule(find_correction(name), backbone, bias)
+    check_correction(name, init, scale, gain)
+    # A transformer ignores the settings of a correction.
+    correction = CorrectionModule(find_correction(name), backbone, bias, scale, None if name is None else gain)
     correction.initialise(init)
     return correction.to(next(backbone.parameters()))
 

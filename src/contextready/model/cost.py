@@ -10,7 +10,7 @@ import torch
 
 from contextready.formats.limits import check_memory
 from contextready.model.config import ModelConfig
-from contextready.model.correction import find_correction
+from contextready.model.correction import find_correction, gain_size
 from contextready.model.macs import attention_macs, attention_macs_of, block_macs, correction_macs
 
 
@@ -93,7 +93,8 @@ def correction_parameters(config: ModelConfig) -> int:
     """Number of weights of the correction alone; those that it shares with the last block are the block's."""
     parts, C, bias = find_correction(config.correction).parts, config.width, config.bias
     norms = sum(_norm(size * C, bias) for size in parts.norms.values())
-    return norms + (_ffn(parts.network_inputs * C, C, bias) if parts.has_network else 0)
+    gain = gain_size(config.correction_gain, C)
+    return norms + (_ffn(parts.network_inputs * C, C, bias) + gain if parts.has_network else 0)
 
 
 def check_model_memory(config: ModelConfig) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from contextready.model.config import ModelConfig
-from contextready.model.correction import find_correction
+from contextready.model.correction import find_correction, gain_size
 
 Shape = tuple[str, tuple[int, ...]]
 
@@ -27,6 +27,8 @@ def weight_shapes(config: ModelConfig) -> Iterator[Shape]:
         yield from _norm(f"correction.{name}", size * C, bias)
     if parts.has_network:
         yield from _ffn("correction.ffn", parts.network_inputs * C, C, bias)
+        if config.correction_gain is not None:
+            yield "correction.gain", (gain_size(config.correction_gain, C),)
     for i in range(config.layers):
         layer = f"{prefix}layers.{i}"
         yield from _norm(f"{layer}.attn_norm", C, bias)

@@ -157,7 +157,8 @@ def passes_allow(result: Result) -> list[float] | None:
 
 def _passes(result: Result) -> int | None:
     """The K of a row that was trained by parallel passes, else None."""
-    return result.config.train.passes if result.trial.part == "parallel" else None
+    schedule = result.config.train.pass_schedule
+    return schedule.most if schedule is not None and result.trial.part == "parallel" else None
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:

@@ -12,7 +12,7 @@ from contextready.runs.config import RunConfig, check_same_run, with_new_names
 from contextready.settings import parse_assignments
 from contextready.train.jobs import Job
 
-OF_TRIALS = {"out", "seed", "answers", "task", "layers", "correction", "gradient", "passes", "min_passes"}
+OF_TRIALS = {"out", "seed", "answers", "task", "layers", "correction", "gradient", "passes"}
 """Settings that define a trial and that its name states."""
 MAY_CHANGE = {"steps", "batch_size", "eval_every"}
 """Settings that only some trials have and that no name states, so the user may change them for all."""

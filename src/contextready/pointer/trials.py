@@ -100,12 +100,12 @@ def trials_of(scale: str, parts: Sequence[str]) -> list[Trial]:
         trials.append(Trial(f"growth-{_plain(name)}", f"D=1 BPTT, {name}", "growth", recipe, settings))
     first, last = PASSES[0], PASSES[-1]
     ways: list[tuple[str, str, tuple[str, ...]]] = [("bptt", "D=1 BPTT", ())] if s.parallel else []
-    ways += [(f"k{k}", f"D=1, K={k} passes", ("gradient=unroll", f"passes={k}", "min_passes=none")) for k in PASSES]
+    ways += [(f"k{k}", f"D=1, K={k} passes", ("gradient=unroll", f"passes={k}")) for k in PASSES]
     ways += [
-        (f"random{k}", f"D=1, K drawn from {first} to {k}", ("gradient=unroll", f"passes={k}", f"min_passes={first}"))
+        (f"random{k}", f"D=1, K drawn from {first} to {k}", ("gradient=unroll", f"passes={first}..{k}"))
         for k in PASSES[1:]
     ]
-    ways.append(("implicit", f"D=1, implicit at K={last}", ("gradient=implicit", f"passes={last}", "min_passes=none")))
+    ways.append(("implicit", f"D=1, implicit at K={last}", ("gradient=implicit", f"passes={last}")))
     trials += [Trial(f"parallel-{key}", name, "parallel", s.ready, (*words, *s.parallel)) for key, name, words in ways]
     headline = {f"masked-n{n}" for n in few} | {"masked-d1"}
     return [

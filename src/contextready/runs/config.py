@@ -10,12 +10,17 @@ from contextready.errors import ContextReadyError, nearest
 from contextready.formats.limits import check_count, check_memory, shown
 from contextready.model.checks import MOST_PASSES
 from contextready.model.config import ModelConfig
-from contextready.model.correction import check_correction
+from contextready.model.correction import CORRECTIONS, check_correction
 from contextready.model.cost import account
+from contextready.runs.passes import PassSchedule, joined_passes, parse_passes
 from contextready.runs.tasks import Task, split_task, task_as_dict, task_from_dict, task_keys
 from contextready.settings import build_settings
 
 PAPER_PASSES = 5
+DEFAULT_PASSES = {"truncated": "2..3", "unroll": f"2..{PAPER_PASSES}", "implicit": f"2..{PAPER_PASSES}"}
+"""K for each gradient mode if it is not set. bptt makes no passes."""
+DEFAULT_SCALE = 0.02
+"""The factor on a new correction's output if it is not set: the size of newly initialised embeddings."""
 OF_MODE = {"truncated_passes": "truncated", "adjoint_steps": "implicit", "adjoint_tolerance": "implicit"}
 """Settings that apply to one gradient mode only."""
 LIMITS = {
@@ -24,8 +29,6 @@ LIMITS = {
     "accumulate": (1, 10**6),
     # The number in a checkpoint's name has eight digits.
     "steps": (1, 10**8 - 1),
-    "passes": (1, MOST_PASSES),
-    "min_passes": (1, MOST_PASSES),
     "truncated_passes": (1, MOST_PASSES),
     "adjoint_steps": (0, MOST_PASSES),
     "warmup": (0, 10**8),
@@ -61,20 +64,22 @@ class TrainConfig:
     """Forward passes per optimizer step (gradient accumulation)."""
     steps: int = 100_000
     """Optimizer steps."""
-    passes: int | None = None
-    """K, how many times a context-ready model runs its blocks over a sequence. none: 5 (unused by gradient=bptt)."""
-    min_passes: int | None = 2
-    """Smallest K (the paper's k_min). Each step draws K from min_passes to passes. none: every step uses passes."""
-    gradient: str = "unroll"
-    """Backpropagate through all passes (unroll), the last (truncated), the fixed point (implicit) or time (bptt)."""
+    passes: str | None = None
+    """K, passes of a context-ready model: 2, 2..4 (drawn at each step), or 1@0.5,2..4@0.5 (fractions of all steps)."""
+    gradient: str = "truncated"
+    """Backpropagate through the last pass (truncated), all (unroll), the fixed point (implicit) or time (bptt)."""
     truncated_passes: int = 1
     """J, the number of last passes that gradient=truncated goes through."""
     adjoint_steps: int | None = None
     """m, vector-Jacobian products of gradient=implicit. none: until adjoint_tolerance is met, or K; 0: one-step."""
     adjoint_tolerance: float = 1e-3
     """Change of the adjoint at which gradient=implicit stops, as a fraction of the adjoint's norm."""
+    convergence_weight: float = 0.0
+    """Weight of the mean squared change of the block inputs by one more pass, as a term of the loss."""
     lr: float = 2e-4
     """Learning rate after the warmup."""
+    correction_lr: float = 1.0
+    """Learning rate of the correction, as a multiple of lr."""
     schedule: str = "constant"
     """Learning rate schedule after the warmup: constant, or cosine down to min_lr."""
     min_lr: float = 0.1
@@ -134,11 +139,14 @@ class TrainConfig:
             )
         if not 0 <= self.seed < 2**63:
             raise ContextReadyError(f"seed must be from 0 to 2**63 - 1, but got {shown(self.seed)}.")
-        for name in ("lr", "clip"):
+        for name in ("lr", "correction_lr", "clip"):
             if not 0.0 < getattr(self, name) < inf:
                 raise ContextReadyError(f"{name} must be greater than 0 and finite, but got {getattr(self, name)}.")
-        if not 0.0 <= self.weight_decay < inf:
-            raise ContextReadyError(f"weight_decay must be at least 0 and finite, but got {self.weight_decay}.")
+        for name in ("weight_decay", "convergence_weight"):
+            if not 0.0 <= getattr(self, name) < inf:
+                raise ContextReadyError(f"{name} must be at least 0 and finite, but got {getattr(self, name)}.")
+        if self.passes is not None:
+            parse_passes(self.passes)
         if not 0.0 <= self.min_lr <= 1.0:
             raise ContextReadyError(f"min_lr must be from 0 to 1, a fraction of lr, but got {self.min_lr}.")
         for name in ("beta1", "beta2"):
@@ -161,10 +169,20 @@ class TrainConfig:
                 "gradient=bptt makes no parallel passes to compile or recompute; leave compile and checkpoint_passes "
                 "out."
             )
+        if self.convergence_weight and self.gradient in ("implicit", "bptt"):
+            raise ContextReadyError(
+                f"convergence_weight needs passes to compare, but gradient={self.gradient} has none; leave it "
+                "out, or set gradient=truncated."
+            )
         _one_of("parallel", self.parallel, ("ddp", "fsdp"))
         _one_of("precision", self.precision, ("auto", "fp32", "bf16"))
         if self.gradient == "bptt" and self.precision == "bf16":
             raise ContextReadyError("gradient=bptt computes in fp32 only; leave precision=bf16 out.")
+
+    @property
+    def pass_schedule(self) -> PassSchedule | None:
+        """The stages of K; None with gradient=bptt, which makes no parallel passes."""
+        return None if self.passes is None else parse_passes(self.passes)
 
     @property
     def sequences_per_step(self) -> int:
@@ -187,13 +205,18 @@ class PretrainedModelConfig:
     """Correction to add. none: train the plain model further."""
     correction_init: str = "zero"
     """zero (the model starts out computing the same as the pretrained one) or random."""
+    correction_scale: float | None = None
+    """Factor on the correction's output. none: as in the folder, or the root mean square of the embeddings."""
+    correction_gain: str | None = None
+    """Learn the factor, starting at correction_scale: scalar (one number) or channel (one per channel)."""
     tune: str = "all"
     """What to train: all, correction (the rest stays frozen) or lora (the correction and low-rank adapters)."""
     lora_rank: int = 8
     """Rank of the adapters that tune=lora adds to every linear layer of the blocks."""
 
     def __post_init__(self) -> None:
-        check_correction("add" if self.correction is None else self.correction, self.correction_init)
+        name, scale = "add" if self.correction is None else self.correction, self.correction_scale
+        check_correction(name, self.correction_init, 1.0 if scale is None else scale, self.correction_gain)
         _one_of("tune", self.tune, ("all", "correction", "lora"))
         check_count("lora_rank", self.lora_rank, 1, LARGEST_RANK)
         _check_text("pretrained", self.pretrained)
@@ -241,16 +264,16 @@ RENAMED = {"k_min": "min_passes"}
 
 
 def with_new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings under their current names."""
+    """Return the settings under their current names, with K as one setting."""
     for old, new in RENAMED.items():
         if old in settings and new in settings:
             raise ContextReadyError(f"{old} and {new} are the same setting; remove one of the two.")
-    return {RENAMED.get(key, key): value for key, value in settings.items()}
+    return joined_passes({RENAMED.get(key, key): value for key, value in settings.items()})
 
 
 def build_run(settings: Mapping[str, Any]) -> RunConfig:
     """Create a run from the settings of model, training and task in one mapping. Text needs `vocab_size` too."""
-    task, settings = split_task(settings)
+    task, settings = split_task(with_new_names(settings))
     config_class = PretrainedModelConfig if settings.get("pretrained") is not None else ModelConfig
     ours, others = (
         (PRETRAINED_KEYS, MODEL_KEYS) if config_class is PretrainedModelConfig else (MODEL_KEYS, PRETRAINED_KEYS)
@@ -267,6 +290,8 @@ def build_run(settings: Mapping[str, Any]) -> RunConfig:
         if key not in ours and key not in TRAIN_KEYS:
             known = [*ours, *TRAIN_KEYS, *task_keys()]
             raise ContextReadyError(f"Unknown setting '{shown(key)}'; {nearest(key, known)}")
+    if config_class is ModelConfig:
+        settings = _begun_well(settings)
     model = build_model_settings({key: value for key, value in settings.items() if key in ours})
     train = build_settings(TrainConfig, {key: value for key, value in settings.items() if key in TRAIN_KEYS})
     if not train.out:
@@ -283,29 +308,40 @@ def build_model_settings(values: Mapping[str, Any]) -> ModelConfig | PretrainedM
     return build_settings(ModelConfig, values)
 
 
+def _begun_well(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in how a new correction begins: at zero, and of the size of new embeddings (docs/training.md says why).
+
+    The defaults of `ModelConfig` are the paper's instead, and so are those of older files.
+    """
+    filled, name = dict(settings), settings.get("correction")
+    if isinstance(name, str) and name in CORRECTIONS and CORRECTIONS[name].parts.has_network:
+        filled.setdefault("correction_init", "zero")
+        filled.setdefault("correction_scale", DEFAULT_SCALE)
+    return filled
+
+
 def _settle_passes(model: ModelConfig | PretrainedModelConfig, train: TrainConfig) -> TrainConfig:
-    """Fill in K: a transformer makes one pass, and a context-ready model makes five by default, as in the paper."""
+    """Fill in K: a transformer makes one pass, and a context-ready model has a default for each gradient mode."""
     if model.correction is None:
-        if train.passes not in (None, 1):
+        if train.passes not in (None, "1"):
             raise ContextReadyError(
                 f"passes={train.passes} needs a correction; a transformer makes one pass, so leave passes out or set "
                 "correction=add."
             )
-        if train.gradient != "unroll":
+        if train.gradient not in ("unroll", "truncated"):
             raise ContextReadyError(
                 f"gradient={train.gradient} needs a correction; a transformer makes one pass, so leave gradient out or "
                 "set correction=add."
             )
-        return dataclasses.replace(train, passes=1, min_passes=None)
+        for key in ("convergence_weight", "correction_lr"):
+            if getattr(train, key) != getattr(TrainConfig, key):
+                raise ContextReadyError(f"{key}={getattr(train, key)} needs a correction; leave it out.")
+        # With a single pass, both are the same.
+        return dataclasses.replace(train, passes="1", gradient="unroll", truncated_passes=1)
     if train.gradient == "bptt":
-        # A recipe sets the number of passes for gradient=unroll; bptt makes none.
-        return dataclasses.replace(train, passes=None, min_passes=None)
-    passes = PAPER_PASSES if train.passes is None else train.passes
-    if train.min_passes is not None and train.min_passes > passes:
-        raise ContextReadyError(
-            f"min_passes={train.min_passes} is greater than passes={passes}; lower min_passes, or set min_passes=none."
-        )
-    return dataclasses.replace(train, passes=passes)
+        # A recipe sets the number of passes for the other modes; bptt makes none.
+        return dataclasses.replace(train, passes=None)
+    return dataclasses.replace(train, passes=train.passes or DEFAULT_PASSES[train.gradient])
 
 
 def check_for_team(config: RunConfig, processes: int) -> None:
@@ -317,17 +353,18 @@ def check_for_team(config: RunConfig, processes: int) -> None:
         raise ContextReadyError(
             f"batch_size={t.batch_size} cannot be split over {processes} processes; use a multiple of {processes}."
         )
-    if config.model.correction is not None and t.passes is not None and (t.min_passes or t.passes) == 1:
+    if config.model.correction is not None and t.pass_schedule is not None and t.pass_schedule.least == 1:
         raise ContextReadyError(
-            "K=1 gives the correction no gradient, but several processes would wait for one; set min_passes=2 (or "
-            "passes=2 or more), or train in one process."
+            "K=1 gives the correction no gradient, but several processes would wait for one; set passes=2 or more, or "
+            "train in one process."
         )
 
 
 def check_same_run(theirs: Mapping[str, Any], ours: RunConfig, where: str) -> None:
     """Raise an error if a checkpoint cannot be resumed because it has other settings."""
-    # A run may be extended, except with the cosine schedule, which depends on the number of steps.
-    free = FREE_ON_RESUME - ({"steps"} if ours.train.schedule == "cosine" else set())
+    # A run may be extended, except if the learning rate or K depends on the number of steps.
+    staged = ours.train.pass_schedule is not None and len(ours.train.pass_schedule.stages) > 1
+    free = FREE_ON_RESUME - ({"steps"} if ours.train.schedule == "cosine" or staged else set())
     if (theirs.get("task") is None) != (ours.task is None):
         raise ContextReadyError(f"{where} was trained on another task; choose another out=.")
     for part, settings in (("model", ours.model), ("train", ours.train), ("task", ours.task)):
@@ -373,7 +410,8 @@ def check_run_memory(config: RunConfig, processes: int, on_cpu: bool) -> None:
     )
     tokens = -(-t.batch_size // processes) * t.block_size
     # Tokens and targets are always in main memory. Without a GPU, so are the embeddings, and what the backward needs.
-    kept = 0 if t.checkpoint_passes or t.gradient != "unroll" else model.layers * (t.passes or 1)
+    depth = 1 if t.pass_schedule is None else t.pass_schedule.most
+    kept = 0 if t.checkpoint_passes or t.gradient != "unroll" else model.layers * depth
     per_token = 16 + (model.width * (2 + FEWEST_BYTES * kept) if on_cpu else 0)
     check_memory(
         weights + tokens * per_token,

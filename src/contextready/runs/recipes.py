@@ -18,7 +18,6 @@ from contextready.errors import ContextReadyError, nearest
 from contextready.formats.limits import shown
 from contextready.formats.yaml_file import read_yaml
 from contextready.model.config import ModelConfig
-from contextready.model.correction import CORRECTIONS
 from contextready.runs.checkpoint import newest_checkpoint, open_checkpoint
 from contextready.runs.config import (
     MODEL_KEYS,
@@ -35,9 +34,9 @@ from contextready.settings import parse_assignments
 FOLDER = Path(__file__).parent.parent / "recipes"
 FIRST = ("main-85m", "main-340m", "efficiency", "k10-fixed", "k10-pretrain", "finetune", "pretrain", "token-matched")
 """The experiments to search first for a model that is named alone; the others follow in alphabetical order."""
-OF_PASSES = ("passes", "min_passes")
+OF_PASSES = ("passes", "convergence_weight")
 """Training settings that do not apply to gradient=bptt."""
-OF_CORRECTION = (*OF_PASSES, "gradient")
+OF_CORRECTION = (*OF_PASSES, "gradient", "truncated_passes", "correction_lr")
 """Training settings that do not apply to a transformer."""
 OF_PRETRAINED = set(PRETRAINED_KEYS) - set(MODEL_KEYS)
 """Settings that only a pretrained model has."""
@@ -140,19 +139,19 @@ def resolve(recipe: str, words: Sequence[str]) -> RunConfig:
         settings = {key: value for key, value in settings.items() if key not in OF_CORRECTION or key in given}
     elif settings.get("gradient") == "bptt":
         for key in OF_PASSES:
-            # Passes in the recipe are meant for gradient=unroll and are ignored; passes given by the user are an error.
+            # Passes in the recipe are meant for other modes and are ignored; passes given by the user are an error.
             if given.get(key, "none").lower() != "none":
                 raise ContextReadyError(
                     f"{key}={given[key]} does not apply to gradient=bptt, which makes no parallel passes; set "
-                    f"gradient=unroll, or leave {key} out."
+                    f"gradient=truncated, or leave {key} out."
                 )
+            settings.pop(key, None)
     on_text = settings.get("task", TEXT) == TEXT
     for key in EXAMPLES:
         if key in settings:
             optional = key in ("init_from", "pretrained") or (key == "data" and not on_text)
             settings[key] = _path(key, settings[key], optional)
-    if "correction_init" not in settings and (begins := _correction_init(settings)) is not None:
-        settings["correction_init"] = begins
+    settings = _beginning(settings) | settings
     # A pretrained model and a task have their own vocabulary.
     of_text = on_text and not settings.keys() & OF_PRETRAINED
     if of_text and "vocab_size" not in settings and "data" in settings:
@@ -242,21 +241,18 @@ def _prepare_command(recipe: str, config: RunConfig) -> str:
     return f"{command} {source} --vocab-size {model.vocab_size}{options}"
 
 
-def _correction_init(settings: Settings) -> str | None:
-    """Return how an unset correction_init begins: as in a run to resume, or at zero on top of a trained transformer."""
-    begun = newest_checkpoint(Path(settings["out"]))
+def _beginning(settings: Settings) -> Settings:
+    """Return the size of the correction where it is not set: as in the run to resume, or in the one to start from."""
+    begun, start = newest_checkpoint(Path(settings["out"])), settings.get("init_from")
     if begun is not None:
-        return open_checkpoint(begun, verify=False).model_config.correction_init
-    start, correction = settings.get("init_from"), settings.get("correction")
-    if (
-        start is None
-        or start.lower() == "none"
-        or not isinstance(correction, str)
-        or correction not in CORRECTIONS
-        or not CORRECTIONS[correction].parts.has_network
-    ):
-        return None
-    return "zero" if open_checkpoint(Path(start)).native_config.correction is None else None
+        model = open_checkpoint(begun, verify=False).model_config
+        return {key: getattr(model, key) for key in ("correction_init", "correction_scale", "correction_gain")}
+    if start is None or not Path(start).exists():
+        return {}
+    origin = open_checkpoint(Path(start)).native_config
+    if origin.correction is None:
+        return {}
+    return {"correction_scale": origin.correction_scale, "correction_gain": origin.correction_gain}
 
 
 def _read(path: Path) -> Settings:

@@ -96,6 +96,7 @@ class Description:
     structure: dict[str, Any]
     correction_bias: bool
     generation_config: dict[str, Any]
+    correction_scale: float = 1.0
 
 
 def read_checkpoint_manifest(folder: Path) -> dict[str, Any]:

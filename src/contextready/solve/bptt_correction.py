@@ -77,7 +77,9 @@ class StepCorrection:
 
     def corr_ffn(self, x: Value) -> Value:
         assert self.correction.ffn is not None
-        return self._add_step(_Network(self, self.correction.ffn, x))
+        out = self._add_step(_Network(self, self.correction.ffn, x))
+        unscaled = self.correction.gain is None and self.correction.scale == 1.0
+        return out if unscaled else self._add_step(_Scale(self, out))
 
     def last_ffn(self, x: Value) -> Value:
         return self._add_step(_Network(self, self.correction._shared[0], x))
@@ -88,7 +90,7 @@ class StepCorrection:
     def add(self, a: Value, b: Value) -> Value:
         return self._add_step(_Add(self, a, b))
 
-    def _add_step(self, step: "_Norm | _Network | _Concat | _Add") -> Value:
+    def _add_step(self, step: "_Norm | _Network | _Scale | _Concat | _Add") -> Value:
         self.steps.append(step)
         return step.y
 
@@ -211,6 +213,36 @@ class _Network:
     def gather(self) -> Gradients:
         yield from self.ffn.gather(self.x.all())
         self.x.flat = None
+
+
+class _Scale:
+    """The factor on the output of the network: fixed or learned."""
+
+    def __init__(self, formula: StepCorrection, x: Value) -> None:
+        self.x, self.correction = _used(x), formula.correction
+        self.y = Value(formula, x.width, formula.like.like(x.width))
+        self.dy = None if self.correction.gain is None else formula.like.like(x.width)
+
+    def begin(self) -> None:
+        gain = self.correction.gain
+        self.factor: Tensor | float = self.correction.scale if gain is None else gain.detach()
+
+    def forward(self, t: int) -> None:
+        torch.mul(self.x.at(t), self.factor, out=self.y.at(t))
+
+    def backward(self, t: int) -> None:
+        dy = self.y.take()
+        assert dy is not None
+        if self.dy is not None:
+            self.dy.at[t].copy_(dy)
+        self.x.give(dy * self.factor)
+
+    def gather(self) -> Gradients:
+        if self.dy is not None:
+            gain = self.correction.gain
+            assert gain is not None
+            products = self.dy.flat * self.x.all()
+            yield gain, products.sum().view(1) if len(gain) == 1 else products.sum(0)
 
 
 def _used(x: Value) -> Value:

@@ -16,16 +16,20 @@ def sequence_macs(account: Account, train: TrainConfig, passes: int | None, adjo
         return 3 * (account.macs_sequence(T, 1) + T * account.macs_correction)
     forward = account.macs_sequence(T, passes)
     through = passes_through(train.gradient, train.truncated_passes, passes)
+    # The convergence term computes the correction that one more pass would get, and goes back through it.
+    term = 3 * T * account.macs_correction if train.convergence_weight else 0
     if through == passes:
-        return 3 * forward
+        return 3 * forward + term
     one_pass = account.macs_sequence(T, 2) - account.macs_sequence(T, 1)
-    return forward + 2 * (through * one_pass + T * account.macs_head) + adjoint_steps * one_pass
+    return forward + 2 * (through * one_pass + T * account.macs_head) + adjoint_steps * one_pass + term
 
 
 def step_macs(account: Account, train: TrainConfig) -> float:
-    """Return the multiply-accumulates of a step, for all its sequences, averaged over the K that it may draw."""
-    costs = [sequence_macs(account, train, k, expected_adjoint_steps(train, k)) for k in _depths(train)]
-    return train.sequences_per_step * sum(costs) / len(costs)
+    """Return the multiply-accumulates of a step, for all its sequences, averaged over the K of the whole training."""
+    if train.pass_schedule is None:
+        return train.sequences_per_step * float(sequence_macs(account, train, None))
+    costs = {k: sequence_macs(account, train, k, expected_adjoint_steps(train, k)) for k in _chances(train)}
+    return train.sequences_per_step * sum(chance * costs[k] for k, chance in _chances(train).items())
 
 
 def recomputed_macs(account: Account, train: TrainConfig) -> float:
@@ -33,20 +37,26 @@ def recomputed_macs(account: Account, train: TrainConfig) -> float:
     if not train.checkpoint_passes:
         return 0.0
     T = train.block_size
-    depths = [k for k in _depths(train) if k is not None]
-    before = [k - passes_through(train.gradient, train.truncated_passes, k) for k in depths]
-    # The head is never recomputed. The first pass may be, and it has no correction.
-    again = [_without_head(account, T, k) - _without_head(account, T, b) for k, b in zip(depths, before, strict=True)]
-    return train.sequences_per_step * sum(again) / len(again)
+
+    def again(k: int) -> int:
+        # The head is never recomputed. The first pass may be, and it has no correction.
+        before = k - passes_through(train.gradient, train.truncated_passes, k)
+        return _without_head(account, T, k) - _without_head(account, T, before)
+
+    return train.sequences_per_step * sum(chance * again(k) for k, chance in _chances(train).items())
 
 
 def _without_head(account: Account, T: int, passes: int) -> int:
     return account.macs_sequence(T, passes) - T * account.macs_head if passes else 0
 
 
-def _depths(train: TrainConfig) -> list[int] | list[None]:
-    """Return every K that a step may draw."""
-    return [None] if train.passes is None else list(range(train.min_passes or train.passes, train.passes + 1))
+def _chances(train: TrainConfig) -> dict[int, float]:
+    """Return how often each K is drawn over the whole training."""
+    chances: dict[int, float] = {}
+    for stage in () if train.pass_schedule is None else train.pass_schedule.stages:
+        for k in stage.depths:
+            chances[k] = chances.get(k, 0.0) + stage.fraction / len(stage.depths)
+    return chances
 
 
 def expected_adjoint_steps(train: TrainConfig, passes: int | None) -> int:

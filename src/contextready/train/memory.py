@@ -43,7 +43,7 @@ def step_bytes(config: RunConfig, sequences: int, bf16: bool, gradients_stay: bo
             if gradients_stay:
                 for p in model.parameters():
                     p.grad = torch.empty_like(p)
-            objective.backward(tokens_BT, tokens_BT, t.passes)
+            objective.backward(tokens_BT, tokens_BT, None if t.pass_schedule is None else t.pass_schedule.most)
     return int(live.peak)
 
 

@@ -1,4 +1,7 @@
-"""The training loss: the cross-entropy after the last of K passes, or of the stream with gradient=bptt."""
+"""The training loss: the cross-entropy after the last of K passes, or of the stream with gradient=bptt.
+
+On request it also contains a convergence term, the mean squared change of the block inputs by one more pass.
+"""
 
 from collections import deque
 from collections.abc import Callable
@@ -12,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from contextready.model.context_ready import ContextReady
+from contextready.model.context_ready import ContextReady, Pass, shift_right
 from contextready.runs.config import TrainConfig
 from contextready.solve.bptt import DifferentiableStream
 from contextready.solve.gradients import Adjoint, at_fixed_point, continued, passes_through, settle
@@ -24,6 +27,8 @@ class Loss(NamedTuple):
 
     mean: Tensor
     """Cross-entropy per token."""
+    total: Tensor
+    """What is minimised: the cross-entropy, and the convergence term if it has a weight."""
     residual: float | None
     """How much the last pass changed the first row: the largest relative change of a position. None for a stream."""
     adjoint_steps: int = 0
@@ -46,12 +51,13 @@ class Objective(nn.Module):
         truncated_passes: int = 1,
         adjoint_steps: int | None = None,
         adjoint_tolerance: float = 1e-3,
+        convergence_weight: float = 0.0,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         super().__init__()
         self.model, self.gradient, self.autocast = model, gradient, autocast
         self.truncated_passes, self.adjoint_steps = truncated_passes, adjoint_steps
-        self.adjoint_tolerance = adjoint_tolerance
+        self.adjoint_tolerance, self.convergence_weight = adjoint_tolerance, convergence_weight
         one_pass: Any = model.recur
         if compiled:
             one_pass = torch.compile(one_pass)
@@ -74,6 +80,7 @@ class Objective(nn.Module):
             truncated_passes=train.truncated_passes,
             adjoint_steps=train.adjoint_steps,
             adjoint_tolerance=train.adjoint_tolerance,
+            convergence_weight=train.convergence_weight,
             autocast=autocast,
         )
 
@@ -81,32 +88,43 @@ class Objective(nn.Module):
         """Compute the loss with K = `passes`, or of the stream if it is None. `measure` also computes the residual."""
         with self.autocast():
             backbone = self.model.backbone
-            e_BTC, earlier_BTC = backbone.embed(inputs_BT), None
+            e_BTC, residual = backbone.embed(inputs_BT), None
             if self.stream is not None:
-                z_BTC = self.stream(e_BTC)
-            else:
-                assert passes is not None
-                z_BTC, earlier_BTC = self._passes(self.model, e_BTC, passes)
-            residual = largest_change(earlier_BTC[:1], z_BTC[:1]) if measure and earlier_BTC is not None else None
-            return Loss(mean_cross_entropy(backbone.head(z_BTC), targets_BT), residual)
+                mean = mean_cross_entropy(backbone.head(self.stream(e_BTC)), targets_BT)
+                return Loss(mean, mean, None)
+            assert passes is not None
+            last, earlier_BTC = self._passes(self.model, e_BTC, passes)
+            if measure and earlier_BTC is not None:
+                residual = largest_change(earlier_BTC[:1], last.z_BTC[:1])
+            mean = mean_cross_entropy(backbone.head(last.z_BTC), targets_BT)
+            total = mean if not self.convergence_weight else mean + self.convergence_weight * self._moved(e_BTC, last)
+            return Loss(mean, total, residual)
 
-    def _passes(self, model: ContextReady, e_BTC: Tensor, passes: int) -> tuple[Tensor, Tensor | None]:
-        """Return z after the last of K passes, differentiable as the gradient mode requires, and z one pass earlier."""
+    def _moved(self, e_BTC: Tensor, last: Pass) -> Tensor:
+        """Return the mean squared change of the block inputs if there were one more pass."""
+        correction_BTC = self.model.correction(shift_right(last.carried_BTC), e_BTC)
+        if correction_BTC is None:
+            return e_BTC.new_zeros(())
+        moved_BTC: Tensor = e_BTC + correction_BTC - last.x_BTC.detach()
+        return moved_BTC.to(torch.promote_types(moved_BTC.dtype, torch.float32)).square().mean()
+
+    def _passes(self, model: ContextReady, e_BTC: Tensor, passes: int) -> tuple[Pass, Tensor | None]:
+        """Return the last of K passes, differentiable as the gradient mode requires, and z one pass earlier."""
         through = passes_through(self.gradient, self.truncated_passes, passes)
         if through == passes:
             made = deque(islice(model.passes(e_BTC, recur=self.one_pass), passes), maxlen=2)
-            return made[-1].z_BTC, made[-2].z_BTC if passes > 1 else None
+            return made[-1], made[-2].z_BTC if passes > 1 else None
         before = settle(model, e_BTC.detach(), passes - through, self.one_pass)
         implicit = self.gradient == "implicit"
         entered_BTC = before.carried_BTC.detach().requires_grad_(implicit and torch.is_grad_enabled())
         made = deque(continued(model, e_BTC, entered_BTC, through, self.one_pass), maxlen=2)
         last, earlier_BTC = made[-1], made[-2].z_BTC if len(made) > 1 else before.z_BTC
         if not implicit:
-            return last.z_BTC, earlier_BTC
+            return last, earlier_BTC
         # The adjoint cannot be more accurate than the point where it is taken, and without contraction it grows with
         # every product. So the number of products is limited to the number of passes.
         z_BTC = at_fixed_point(last, entered_BTC, self.adjoint_steps, passes, self.adjoint_tolerance, report=self._note)
-        return z_BTC, earlier_BTC
+        return last._replace(z_BTC=z_BTC), earlier_BTC
 
     def _note(self, adjoint: Adjoint) -> None:
         self._adjoint_made = adjoint.steps
@@ -126,8 +144,8 @@ class Objective(nn.Module):
         """
         self._adjoint_made = 0
         loss: Loss = (wrapped or self)(inputs_BT, targets_BT, passes, measure)
-        (loss.mean * scale).backward()  # type: ignore[no-untyped-call]
-        return Loss(loss.mean.detach(), loss.residual, self._adjoint_made)
+        (loss.total * scale).backward()  # type: ignore[no-untyped-call]
+        return Loss(loss.mean.detach(), loss.total.detach(), loss.residual, self._adjoint_made)
 
 
 def mean_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

@@ -20,10 +20,9 @@ def learning_rate(train: TrainConfig, step: int) -> float:
 
 
 def passes_of_step(train: TrainConfig, step: int) -> int | None:
-    """Return K of `step`: fixed, or drawn uniformly from min_passes to passes, depending only on seed and step."""
-    if train.passes is None:
+    """Return K of `step`, drawn uniformly from the range of its stage, depending only on seed and step."""
+    if train.pass_schedule is None:
         return None
-    if train.min_passes is None:
-        return train.passes
+    stage = train.pass_schedule.stage(step, train.steps)
     draw = np.random.default_rng((train.seed, step, DEPTH_SEED))
-    return int(draw.integers(train.min_passes, train.passes, endpoint=True))
+    return int(draw.integers(stage.least, stage.most, endpoint=True))

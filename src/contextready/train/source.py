@@ -82,12 +82,13 @@ class TextSource:
         return self.batches.read(first, count)
 
     def score(self, model: ContextReady, step: int, share: tuple[int, int], thorough: bool) -> Score:
-        """Score the same validation sequences every time, with K passes, or token by token with gradient=bptt."""
+        """Score the same validation sequences every time, with the largest K, or token by token with gradient=bptt."""
         t = self.train
         count = None if t.eval_tokens is None else max(1, t.eval_tokens // t.block_size)
-        if t.passes is None:
+        if t.pass_schedule is None:
             return sequential_score(model, self.validation, count, share=share)
-        return parallel_scores(model, self.validation, [t.passes], count, share=share)[t.passes]
+        most = t.pass_schedule.most
+        return parallel_scores(model, self.validation, [most], count, share=share)[most]
 
     def summary(self, shares: Sequence[Score]) -> Record:
         """Return the loss and the perplexity."""

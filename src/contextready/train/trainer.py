@@ -197,7 +197,7 @@ class Trainer:
         began = time.perf_counter()
         passes, rate = passes_of_step(t, p.step), learning_rate(t, p.step)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["lr_factor"]
         losses, residual, macs = [], None, 0
         share = t.batch_size // self.team.size
         measure = (p.step + 1) % t.log_every == 0 or p.step + 1 == t.steps
@@ -335,12 +335,17 @@ def load_origin(model: ContextReady, config: RunConfig, origin: checkpoints.Chec
     checkpoints.load_weights(target, origin.tensors("model", expected), origin.folder)
 
 
-def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
-    """Create a fused AdamW optimizer with weight decay for matrices but not for vectors."""
+def make_optimizer(model: ContextReady, config: RunConfig) -> torch.optim.AdamW:
+    """Create a fused AdamW optimizer: weight decay for matrices but not for vectors, the correction at its own rate."""
     t = config.train
     trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in trained if p.dim() >= 2]
-    vectors = [p for p in trained if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": t.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    own = {id(p) for p in model.correction.parameters()}
+    groups = []
+    for of_correction, factor in ((False, 1.0), (True, t.correction_lr)):
+        part = [p for p in trained if (id(p) in own) == of_correction]
+        for is_matrix, decay in ((True, t.weight_decay), (False, 0.0)):
+            params = [p for p in part if (p.dim() >= 2) == is_matrix]
+            if params:
+                groups.append({"params": params, "weight_decay": decay, "lr_factor": factor})
     fused = next(model.parameters()).device.type in ("cpu", "cuda", "mps")
     return torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), fused=fused)

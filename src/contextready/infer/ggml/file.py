@@ -244,11 +244,21 @@ def _describe(model: "ContextReady") -> "tuple[ExportedConfig, dict[str, Tensor]
         correction_bias=has_bias(correction),
     )
     tensors = {name.removeprefix("backbone."): tensor for name, tensor in model.state_dict().items()}
+    _fold_scale(tensors, correction.scale)
     if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != dict(config.tensors()):
         raise ContextReadyError(
             "This model cannot be exported: its weights do not match its configuration. Export an unmodified model."
         )
     return config, tensors
+
+
+def _fold_scale(tensors: "dict[str, Tensor]", scale: float) -> None:
+    """Multiply the correction's output layer by its factor, so that the file needs none."""
+    gain = tensors.pop("correction.gain", None)
+    for name in ("correction.ffn.down.weight", "correction.ffn.down.bias"):
+        if name in tensors and (gain is not None or scale != 1.0):
+            factor = scale if gain is None else gain.view(-1, 1) if name.endswith("weight") else gain
+            tensors[name] = tensors[name] * factor
 
 
 def _add_fields(writer: Any, config: ExportedConfig, trained_length: int, tokenizer: "Tokenizer | None") -> None:
