@@ -15,15 +15,16 @@ import pytest
 from rich.console import Console
 
 from contextready.cli.main import main
-from contextready.cli.reproduce import Overview
+from contextready.cli.reproduce import EXPERIMENTS, Overview
 from contextready.errors import ContextReadyError
 from contextready.pointer.outcome import outcome, resolve_pointer
-from contextready.pointer.report import aligned, as_markdown
-from contextready.pointer.results import jobs_of, results_of, with_changes
+from contextready.pointer.report import as_markdown
+from contextready.pointer.results import jobs_of, results_of
 from contextready.pointer.score import score_levels, score_passes
 from contextready.pointer.trials import PARTS, PASSES, trials_of
 from contextready.runs.checkpoint import newest_checkpoint, open_checkpoint
 from contextready.train.jobs import LOG, Job, run_jobs
+from contextready.train.trials import aligned, with_changes
 
 TINY = ["width=16", "heads=2", "batch_size=4", "values=3", "eval_every=2", "eval_tokens=200"]
 
@@ -166,7 +167,8 @@ def test_a_run_that_has_just_started_is_no_problem(made, tmp_path):
     assert [job.out.name for job in jobs] == ["masked-d1-seed0"]
     assert [result.trial.key for result in results_of(rows, out)] == ["masked-n2"]
     screen = io.StringIO()
-    with Overview(Console(file=screen, force_terminal=True, color_system=None, width=100), total=2) as overview:
+    console = Console(file=screen, force_terminal=True, color_system=None, width=100)
+    with Overview(console, EXPERIMENTS["pointer"], total=2) as overview:
         running = [*jobs, jobs[0]._replace(name="the other", out=out / "masked-n2-seed0")]
         overview.show(running, done=0)
     shown = screen.getvalue()

@@ -109,7 +109,7 @@ def test_the_largest_number_of_saved_settings():
 
 
 def test_defaults_depend_on_the_gradient():
-    assert (settings().gradient, settings().passes) == ("truncated", "2..3")
+    assert (settings().gradient, settings().passes) == ("truncated", "2@0.8,2..4@0.2")
     assert settings(gradient="unroll").passes == "2..5"
     assert settings(gradient="bptt").passes is None
     assert settings(correction=None).passes == "1"

@@ -59,7 +59,7 @@ def run_demo(out: Path, steps: int | None = None) -> int:
     from contextready.data.prepare import Preparation
     from contextready.data.shards import Data
     from contextready.device import find_device
-    from contextready.evaluate.curves import draw, read_curve
+    from contextready.evaluate.curves import draw_side_by_side, read_curve
     from contextready.evaluate.evaluate import evaluate_checkpoint
     from contextready.runs.checkpoint import open_checkpoint
     from contextready.runs.config import LIMITS
@@ -94,10 +94,15 @@ def run_demo(out: Path, steps: int | None = None) -> int:
     plain, ready = (read_curve(out / name) for name in ("transformer", "context-ready"))
     plain_macs, ready_macs = (read_curve(out / name, "macs") for name in ("transformer", "context-ready"))
     console.print(f"\n{at_equal_tokens(plain, ready)}", end="\n\n")
-    console.print(at_equal_compute(plain_macs, ready_macs), end="\n\n")
+    cost = (ready_macs.x[-1] / ready.x[-1]) / (plain_macs.x[-1] / plain.x[-1])
+    console.print(at_equal_compute(plain_macs, ready_macs, cost), end="\n\n")
     console.print(observation(evaluations["context-ready"]), end="\n\n")
     try:
-        draw([plain, ready], out / "curves.png", title="Same cost per generated token, equal training tokens")
+        panels = {
+            "Equal training tokens": ("tokens", [plain, ready]),
+            "Equal training compute": ("macs", [plain_macs, ready_macs]),
+        }
+        draw_side_by_side(panels, out / "curves.png")
         console.print(f"Learning curves: {out / 'curves.png'}\n")
     except ContextReadyError as error:
         console.print(f"The learning curves were not drawn. {error}\n")
@@ -128,13 +133,15 @@ def at_equal_tokens(plain: "Curve", ready: "Curve") -> str:
     )
 
 
-def at_equal_compute(plain: "Curve", ready: "Curve") -> str:
-    """Describe the cost of training with K passes, and both models at the transformer's training budget."""
+def at_equal_compute(plain: "Curve", ready: "Curve", cost: float) -> str:
+    """Describe the cost of a training step, and both models after the same multiply-accumulates."""
+    from contextready.evaluate.curves import short
+
     budget = min(plain.x[-1], ready.x[-1])
     return (
-        f"At equal training compute: training with K passes costs {ready.x[-1] / plain.x[-1]:.1f} times as much as "
-        f"training the transformer. With the transformer's budget the context-ready layer has perplexity "
-        f"{exp(ready.at(budget)):.1f}, and the transformer has {exp(plain.at(budget)):.1f}."
+        f"At equal training compute: after {short(budget)} multiply-accumulates the context-ready layer has perplexity "
+        f"{exp(ready.at(budget)):.1f}, and the transformer has {exp(plain.at(budget)):.1f}. A context-ready step costs "
+        f"{cost:.2f} times as much."
     )
 
 

@@ -5,11 +5,12 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from contextready.cli.console import make_console
 from contextready.cli.options import LARGEST_SEED, Verbs, parse_numbers, verb, whole_number
-from contextready.cli.pointer import describe_outcome
+from contextready.cli.reproduce_pointer import PointerExperiment
+from contextready.cli.reproduce_training import TrainingExperiment
 from contextready.errors import ContextReadyError
 from contextready.files import locked
 from contextready.formats.limits import check_count, shown
@@ -20,56 +21,80 @@ if TYPE_CHECKING:
     from contextready.train.jobs import Job
 
 
+class Experiment(Protocol):
+    """An experiment: its runs, how their progress is shown, and its report."""
+
+    @property
+    def help(self) -> str:
+        """Its parts, for the help text."""
+
+    @property
+    def scales(self) -> Sequence[str]:
+        """The scales that it has runs for."""
+
+    @property
+    def parts(self) -> Sequence[str]:
+        """The names of its parts."""
+
+    @property
+    def default_part(self) -> str:
+        """The part that is run if none is named."""
+
+    def jobs(
+        self, scale: str, parts: Sequence[str], seeds: Sequence[int], out: Path, changes: Sequence[str]
+    ) -> tuple[list["Job"], int]:
+        """Return the runs of these parts that are still to train, and the number of all."""
+
+    def has_results(self, scale: str, out: Path) -> bool:
+        """Whether there is anything to report."""
+
+    def report(self, scale: str, out: Path) -> None:
+        """Print and write the tables and plots of all runs in a folder, of all parts and seeds."""
+
+    def progress(self, running: Sequence["Job"]) -> Any:
+        """Return a table of the running jobs."""
+
+    def outcome(self, job: "Job") -> str:
+        """Describe how a run ended."""
+
+
+EXPERIMENTS: dict[str, Experiment] = {"pointer": PointerExperiment(), "training": TrainingExperiment()}
+
 DESCRIPTION = """\
-Reproduce an experiment of the paper. The one available is pointer chasing, the task that
-measures how many lookups in a row a model can make. Each row of a table is a training run of its
-own, and several run at a time. Run the same command again to resume. At the end the command
-prints the tables of all runs in the folder. It writes them to report.md and report.json, with
-plots as PNG and SVG."""
+Run an experiment: pointer chasing from the paper, the task that measures how many lookups in a
+row a model can make, or our study of training, which compares context-ready models with
+transformers at equal training compute. Each row of a table is a training run of its own, and
+several run at a time. Run the same command again to resume. At the end the command prints the
+tables of all runs in the folder. It writes them to report.md and report.json, with plots."""
 EXAMPLES = """\
 crt reproduce pointer --part headline
 crt reproduce pointer --seeds 0,1,2                # the table in miniature, with three seeds
 crt reproduce pointer --scale paper --part table   # the sizes of the paper, for GPUs
-crt reproduce pointer --report                     # report the runs so far, train nothing"""
-NOTES = """\
-parts:
-  headline                one context-ready layer against a two-layer transformer, with masked
-                          answers; minutes on two cores
-  table                   one context-ready layer and transformers of several depths, in both
-                          variants of the task: with masked and with visible answers
-  growth                  one context-ready layer with more hops (lookups in a row)
-  parallel                one context-ready layer trained by K parallel passes instead of
-                          backpropagation through time (BPTT)
-  all                     everything above
-
-crt pointer --help explains hops, levels, the window and masked answers."""
-
-
+crt reproduce pointer --report                     # report the runs so far, train nothing
+crt reproduce training --part headline             # one context-ready layer at equal compute"""
 MOST_JOBS = 1024
 
 
 def add(verbs: Verbs) -> None:
     """Add `crt reproduce`."""
-    from contextready.pointer.trials import PARTS, SCALES
-
     reproduce = verb(
         verbs,
         "reproduce",
-        "run an experiment of the paper and report its tables and plots",
+        "run an experiment and report its tables and plots",
         DESCRIPTION,
         EXAMPLES,
-        NOTES,
+        "\n\n".join(experiment.help for experiment in EXPERIMENTS.values()),
     )
-    reproduce.add_argument("experiment", choices=["pointer"], help="the experiment")
+    reproduce.add_argument("experiment", choices=list(EXPERIMENTS), help="the experiment")
     reproduce.add_argument(
         "settings", nargs="*", metavar="key=value", help="settings for every run, for example steps=500"
     )
     reproduce.add_argument(
-        "--scale", choices=list(SCALES), default="cpu", help="cpu: a miniature; paper: the sizes of the paper"
+        "--scale", choices=["cpu", "paper"], default="cpu", help="cpu: a miniature; paper: the sizes of the paper"
     )
-    reproduce.add_argument("--part", choices=[*PARTS, "all"], help="the rows to run (default: table)")
+    reproduce.add_argument("--part", metavar="PART", help="the rows to run, or all (see below)")
     reproduce.add_argument("--seeds", help="random seeds to run each row with, such as 0,1,2 (default: 0)")
-    reproduce.add_argument("--out", type=Path, help="folder for all runs (default: runs/pointer-SCALE)")
+    reproduce.add_argument("--out", type=Path, help="folder for all runs (default: runs/EXPERIMENT-SCALE)")
     reproduce.add_argument(
         "--jobs", type=whole_number, help="number of runs at a time (default: one per core, or one if there is a GPU)"
     )
@@ -78,15 +103,20 @@ def add(verbs: Verbs) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from contextready.pointer.trials import PARTS
-
-    out = options.out or Path(f"runs/pointer-{options.scale}")
+    name, scale = options.experiment, options.scale
+    experiment = EXPERIMENTS[name]
+    if scale not in experiment.scales:
+        raise ContextReadyError(
+            f"{name} has no runs at scale {scale}; choose one of: {', '.join(experiment.scales)}. Every setting can be "
+            "changed, for example width=1024."
+        )
+    out = options.out or Path(f"runs/{name}-{scale}")
     if options.report:
-        for name in ("part", "seeds", "jobs", "settings"):
-            if getattr(options, name) not in (None, []):
-                given = " ".join(options.settings) if name == "settings" else f"--{name}"
+        for option in ("part", "seeds", "jobs", "settings"):
+            if getattr(options, option) not in (None, []):
+                given = " ".join(options.settings) if option == "settings" else f"--{option}"
                 raise ContextReadyError(f"--report covers all runs in {out} as they are; leave {given} out.")
-        report(options.scale, out)
+        report(experiment, scale, out)
         return 0
     if options.jobs is not None:
         check_count("--jobs", options.jobs, 1, MOST_JOBS)
@@ -94,69 +124,60 @@ def _run(options: argparse.Namespace) -> int:
     seeds = parse_numbers("--seeds", text, "0,1,2", LARGEST_SEED, least=-LARGEST_SEED)
     if len(set(seeds)) < len(seeds) or min(seeds) < 0:
         raise ContextReadyError(f"--seeds must be different numbers that are at least 0, but got {shown(text)}.")
-    parts = PARTS if options.part == "all" else [options.part or "table"]
-    return run_reproduce(options.scale, parts, seeds, out, options.settings, at_once=options.jobs)
+    part = options.part or experiment.default_part
+    if part not in (*experiment.parts, "all"):
+        raise ContextReadyError(
+            f"{name} has no part '{shown(part)}'; choose one of: {', '.join((*experiment.parts, 'all'))}."
+        )
+    parts = experiment.parts if part == "all" else [part]
+    return run_reproduce(experiment, scale, parts, seeds, out, changes=options.settings, at_once=options.jobs)
 
 
 def run_reproduce(
+    experiment: Experiment,
     scale: str,
     parts: Sequence[str],
     seeds: Sequence[int],
     out: Path,
-    changes: Sequence[str],
     *,
+    changes: Sequence[str],
     at_once: int | None,
 ) -> int:
     """Train the runs of these parts that are not finished, then report all runs in the folder."""
     import torch
 
-    from contextready.pointer.results import jobs_of, results_of
-    from contextready.pointer.trials import PARTS, trials_of
     from contextready.train.jobs import run_jobs
 
     console = make_console()
-    trials = trials_of(scale, parts)
     at_once = at_once or (1 if torch.accelerator.is_available() else os.cpu_count() or 1)
     with locked(out / ".lock", f"training the runs in {out}"):
-        jobs = jobs_of(trials, seeds, out, changes)
-        console.print(f"{out}: {len(jobs)} of {len(trials) * len(seeds)} runs are still to train, {at_once} at a time.")
-        with Overview(console, len(jobs)) as overview:
+        jobs, total = experiment.jobs(scale, parts, seeds, out, changes)
+        console.print(f"{out}: {len(jobs)} of {total} runs are still to train, {at_once} at a time.")
+        with Overview(console, experiment, len(jobs)) as overview:
             stopped = run_jobs(jobs, at_once, overview.show, overview.ended)
     if stopped is None:
-        report(scale, out)
+        report(experiment, scale, out)
         return 0
-    if results_of(trials_of(scale, PARTS), out):
-        report(scale, out)
+    if experiment.has_results(scale, out):
+        report(experiment, scale, out)
     console.print("Stopped. Run the same command again to resume.")
     return 128 + stopped
 
 
-def report(scale: str, out: Path) -> None:
-    """Print and write the tables and plots of all runs in a folder, of all parts and seeds."""
-    from contextready.pointer.report import as_markdown, draw_report, write_report
-    from contextready.pointer.results import results_of
-    from contextready.pointer.trials import PARTS, trials_of
-
-    console, results = make_console(), results_of(trials_of(scale, PARTS), out)
-    if not results:
+def report(experiment: Experiment, scale: str, out: Path) -> None:
+    """Print and write the report, if there are runs."""
+    if not experiment.has_results(scale, out):
         raise ContextReadyError(f"There is no run of this experiment in {out} yet; leave out --report to train.")
-    markdown = as_markdown(results, out)
-    console.print(f"\n{markdown}\n")
-    write_report(markdown, results, out)
-    try:
-        plots = draw_report(results, out)
-        console.print(f"The report is {out / 'report.md'}. The plots beside it: {', '.join(p.name for p in plots)}")
-    except ContextReadyError as error:
-        console.print(f"The report is {out / 'report.md'}. Its plots were not drawn. {error}")
+    experiment.report(scale, out)
 
 
 class Overview:
     """Shows the running jobs and their progress: a live table in a terminal, a line per finished run elsewhere."""
 
-    def __init__(self, console: "Console", total: int) -> None:
+    def __init__(self, console: "Console", experiment: Experiment, total: int) -> None:
         from rich.live import Live
 
-        self.console, self.total, self.began = console, total, time.monotonic()
+        self.console, self.experiment, self.total, self.began = console, experiment, total, time.monotonic()
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
 
     def __enter__(self) -> "Overview":
@@ -171,28 +192,13 @@ class Overview:
     def show(self, running: "Sequence[Job]", done: int) -> None:
         """Refresh the live table."""
         if self._live is not None:
-            self._live.update(self._table(running, done), refresh=True)
+            from rich.console import Group
 
-    def _table(self, running: "Sequence[Job]", done: int) -> Any:
-        from rich.console import Group
-
-        from contextready.cli.pointer_display import level_table
-        from contextready.pointer.outcome import outcome
-
-        rows = []
-        for job in running:
-            newest = outcome(job.out)
-            if newest is not None:
-                rows.append((job.name, newest.accuracy, f"step {newest.step:,} of {job.steps:,}"))
-        minutes = (time.monotonic() - self.began) / 60
-        levels = max((len(row[1]) for row in rows), default=0)
-        return Group(level_table("run", rows, levels), f"{done} of {self.total} runs done, {minutes:.0f} min")
+            minutes = (time.monotonic() - self.began) / 60
+            line = f"{done} of {self.total} runs done, {minutes:.0f} min"
+            self._live.update(Group(self.experiment.progress(running), line), refresh=True)
 
     def ended(self, job: "Job") -> None:
         """Print the outcome of a run that has ended."""
-        from contextready.pointer.outcome import outcome
-
-        newest = outcome(job.out)
-        assert newest is not None
         minutes = (time.monotonic() - self.began) / 60
-        self.console.print(f"{minutes:5.1f} min  {job.name}: {describe_outcome(newest, len(newest.accuracy))}")
+        self.console.print(f"{minutes:5.1f} min  {job.name}: {self.experiment.outcome(job)}")

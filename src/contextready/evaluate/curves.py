@@ -108,6 +108,25 @@ def draw(curves: Sequence[Curve], out: Path, axis: str = "tokens", title: str | 
     """Plot perplexity against the axis, save the figure, and return the crossovers that it marks."""
     check_picture(out)
     figure, axes = pyplot().subplots(figsize=(7.5, 4.8), layout="constrained")
+    crossings = _plot(axes, curves)
+    finish(figure, axes, axis, title, out)
+    return crossings
+
+
+def draw_side_by_side(panels: dict[str, tuple[str, Sequence[Curve]]], out: Path) -> None:
+    """Plot perplexity in several panels and save the figure; a panel has a title, an axis and curves."""
+    check_picture(out)
+    figure, row = pyplot().subplots(
+        1, len(panels), figsize=(5.5 * len(panels), 4.4), layout="constrained", squeeze=False
+    )
+    for axes, (title, (axis, curves)) in zip(row[0], panels.items(), strict=True):
+        _plot(axes, curves)
+        label(axes, axis, title)
+    save_figure(figure, out)
+
+
+def _plot(axes: Any, curves: Sequence[Curve]) -> list[Crossover]:
+    """Plot the curves, and mark and return their crossovers."""
     for curve in curves:
         (line,) = axes.plot(
             curve.x, np.exp(curve.loss), marker=".", markersize=4, linewidth=1.6, label=_legend_entry(curve)
@@ -141,18 +160,22 @@ def draw(curves: Sequence[Curve], out: Path, axis: str = "tokens", title: str | 
     axes.minorticks_off()
     axes.set_ylabel("validation perplexity")
     axes.legend(frameon=False)
-    finish(figure, axes, axis, title, out)
     return crossings
 
 
 def finish(figure: Any, axes: Any, axis: str, title: str | None, out: Path) -> None:
-    """Add what all plots of runs share: the horizontal axis, a grid and the title; then save it."""
+    """Add what all plots of runs share, then save the figure."""
+    label(axes, axis, title)
+    save_figure(figure, out)
+
+
+def label(axes: Any, axis: str, title: str | None) -> None:
+    """Add the horizontal axis, a grid and the title."""
     axes.xaxis.set_major_formatter(lambda x, _: f"{short(x)}".replace(".00", ""))
     axes.set_xlabel(AXES[axis])
     axes.grid(alpha=0.25)
     if title:
         axes.set_title(title, fontsize=10)
-    save_figure(figure, out)
 
 
 def band_name(seeds: int) -> str:

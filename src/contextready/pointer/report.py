@@ -15,6 +15,7 @@ from contextready.pointer.score import best_accuracy, levels_solved, score_level
 from contextready.pointer.task import PointerTask
 from contextready.pointer.trials import PASSES, VARIANTS
 from contextready.runs.checkpoint import newest_checkpoint, open_checkpoint
+from contextready.train.trials import aligned
 
 COMPARED_ON = 500
 """Fresh sequences used to compare numbers of passes."""
@@ -159,13 +160,6 @@ def _passes(result: Result) -> int | None:
     """The K of a row that was trained by parallel passes, else None."""
     schedule = result.config.train.pass_schedule
     return schedule.most if schedule is not None and result.trial.part == "parallel" else None
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Format a Markdown table whose columns are also aligned as plain text."""
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    rows = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines]
-    return "\n".join([rows[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *rows[1:]])
 
 
 def as_record(results: Sequence[Result]) -> list[dict[str, Any]]:

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from contextready.errors import ContextReadyError
-from contextready.files import read_json
 from contextready.pointer.outcome import Outcome, outcome, resolve_pointer
 from contextready.pointer.trials import Trial
 from contextready.runs.config import RunConfig, check_same_run, with_new_names
 from contextready.settings import parse_assignments
 from contextready.train.jobs import Job
+from contextready.train.trials import settings_of, with_changes
 
 OF_TRIALS = {"out", "seed", "answers", "task", "layers", "correction", "gradient", "passes"}
 """Settings that define a trial and that its name states."""
@@ -59,24 +59,9 @@ def jobs_of(trials: Sequence[Trial], seeds: Sequence[int], out: Path, changes: S
     return jobs
 
 
-def with_changes(words: Sequence[str], changes: Sequence[str]) -> tuple[str, ...]:
-    """Replace a trial's settings by the user's settings of the same key."""
-    changed = set(parse_assignments(changes))
-    return (*(word for word in words if word.partition("=")[0] not in changed), *changes)
-
-
 def is_finished(newest: Outcome | None, steps: int) -> bool:
     """Whether a run has solved all levels or made all its steps."""
     return newest is not None and (newest.solved or newest.step >= steps)
-
-
-def settings_of(run: Path) -> RunConfig:
-    """Read the settings of a run from its folder."""
-    saved = read_json(run / "config.json")
-    try:
-        return RunConfig.from_dict(saved)
-    except (KeyError, TypeError, AttributeError):
-        raise ContextReadyError(f"{run / 'config.json'} is damaged: it does not hold a run's settings.") from None
 
 
 def results_of(trials: Sequence[Trial], out: Path) -> list[Result]:

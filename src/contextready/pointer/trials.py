@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from contextready.errors import ContextReadyError, nearest
+from contextready.train import trials
 
 VARIANTS = ("masked", "visible")
 """The variants of the task: answers in the input are masked or visible."""
@@ -13,15 +14,9 @@ PARTS = ("headline", "table", "growth", "parallel")
 
 
 @dataclass(frozen=True)
-class Trial:
+class Trial(trials.Trial):
     """A row of the tables: a model and its training settings, to be run with several seeds."""
 
-    key: str
-    """The name of its folder, without the seed."""
-    name: str
-    part: str
-    recipe: str
-    settings: tuple[str, ...]
     answers: str = "masked"
     layers: int = 1
     ready: bool = True
@@ -35,16 +30,8 @@ class Trial:
 
     def words(self, seed: int, out: Path) -> tuple[str, ...]:
         """The arguments for `crt pointer`."""
-        return (self.recipe, *self.settings, f"answers={self.answers}", f"seed={seed}", f"out={self.folder(seed, out)}")
-
-    def folder(self, seed: int, out: Path) -> Path:
-        """The folder of this trial's run with the given seed."""
-        return out / f"{self.key}-seed{seed}"
-
-    def seeds(self, out: Path) -> list[int]:
-        """The seeds for which such a folder exists."""
-        ends = (path.name.removeprefix(f"{self.key}-seed") for path in out.glob(f"{self.key}-seed*"))
-        return sorted(int(end) for end in ends if end.isdecimal())
+        recipe, *rest = super().words(seed, out)
+        return (recipe, f"answers={self.answers}", *rest)
 
 
 @dataclass(frozen=True)
@@ -81,23 +68,21 @@ def trials_of(scale: str, parts: Sequence[str]) -> list[Trial]:
     if scale not in SCALES:
         raise ContextReadyError(f"Unknown scale '{scale}'; {nearest(scale, list(SCALES))}")
     s = SCALES[scale]
-    trials: list[Trial] = []
+    rows: list[Trial] = []
     few = {min(n for n in s.transformers if n > 1)}
     for answers in VARIANTS:
         # Parallel trials with their own settings need their own BPTT trial to compare with.
         others = ("growth",) if s.parallel else ("growth", "parallel")
         compared_in = others if answers == "masked" else ()
-        trials.append(
-            Trial(f"{answers}-d1", "D=1 BPTT", "table", s.ready, (), answers=answers, compared_in=compared_in)
-        )
+        rows.append(Trial(f"{answers}-d1", "D=1 BPTT", "table", s.ready, (), answers=answers, compared_in=compared_in))
         # The deepest models take longest. Starting with them leaves no core idle at the end.
         for n in sorted(s.transformers, key=lambda n: (n not in few, -n)):
             recipe, settings = s.transformers[n]
-            trials.append(
+            rows.append(
                 Trial(f"{answers}-n{n}", f"N={n}", "table", recipe, settings, answers=answers, layers=n, ready=False)
             )
     for name, (recipe, settings) in s.growth.items():
-        trials.append(Trial(f"growth-{_plain(name)}", f"D=1 BPTT, {name}", "growth", recipe, settings))
+        rows.append(Trial(f"growth-{_plain(name)}", f"D=1 BPTT, {name}", "growth", recipe, settings))
     first, last = PASSES[0], PASSES[-1]
     ways: list[tuple[str, str, tuple[str, ...]]] = [("bptt", "D=1 BPTT", ())] if s.parallel else []
     ways += [(f"k{k}", f"D=1, K={k} passes", ("gradient=unroll", f"passes={k}")) for k in PASSES]
@@ -106,11 +91,11 @@ def trials_of(scale: str, parts: Sequence[str]) -> list[Trial]:
         for k in PASSES[1:]
     ]
     ways.append(("implicit", f"D=1, implicit at K={last}", ("gradient=implicit", f"passes={last}")))
-    trials += [Trial(f"parallel-{key}", name, "parallel", s.ready, (*words, *s.parallel)) for key, name, words in ways]
+    rows += [Trial(f"parallel-{key}", name, "parallel", s.ready, (*words, *s.parallel)) for key, name, words in ways]
     headline = {f"masked-n{n}" for n in few} | {"masked-d1"}
     return [
         trial
-        for trial in trials
+        for trial in rows
         if any(trial.key in headline if part == "headline" else trial.belongs_to(part) for part in parts)
     ]
 

@@ -17,7 +17,7 @@ from contextready.runs.tasks import Task, split_task, task_as_dict, task_from_di
 from contextready.settings import build_settings
 
 PAPER_PASSES = 5
-DEFAULT_PASSES = {"truncated": "2..3", "unroll": f"2..{PAPER_PASSES}", "implicit": f"2..{PAPER_PASSES}"}
+DEFAULT_PASSES = {"truncated": "2@0.8,2..4@0.2", "unroll": f"2..{PAPER_PASSES}", "implicit": f"2..{PAPER_PASSES}"}
 """K for each gradient mode if it is not set. bptt makes no passes."""
 DEFAULT_SCALE = 0.02
 """The factor on a new correction's output if it is not set: the size of newly initialised embeddings."""

@@ -100,6 +100,17 @@ def test_attention_over_several_buckets_and_round_the_ring(window, tmp_path):
     assert far(stepped(both, ids[-9:]), expected[-9:]) < TOLERANCE
 
 
+@pytest.mark.parametrize("gain", [None, "scalar", "channel"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_size_of_a_correction_is_exported_with_its_weights(gain, bias, tmp_path):
+    model = single(correction="add", correction_scale=0.3, correction_gain=gain, bias=bias)
+    ids = ids_of(12)
+    engine = GgmlEngine(exported(model, tmp_path), threads=1)
+    assert far(stepped(engine, ids), streamed(model, ids)[0]) < TOLERANCE
+    model.correction.scale, model.correction.gain = 1.0, None
+    assert far(stepped(GgmlEngine(exported(model, tmp_path), threads=1), ids), streamed(model, ids)[0]) < TOLERANCE
+
+
 def test_a_correction_may_have_biases_where_its_backbone_has_none(tmp_path):
     backbone = Transformer(small_config())
     model = ContextReady(backbone, build_correction("add", backbone, bias=True))

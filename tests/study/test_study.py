@@ -1,0 +1,192 @@
+"""The study of training: its rows, real runs of a tiny part of it, and tables that say what the runs gave."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from math import exp, log
+
+import numpy as np
+import pytest
+import torch
+from train_helpers import make_data
+
+from contextready.cli.main import main
+from contextready.model.cost import account
+from contextready.runs.checkpoint import open_checkpoint
+from contextready.runs.metrics import read_metrics
+from contextready.runs.recipes import resolve
+from contextready.solve.unroll import unroll
+from contextready.study.results import EVALUATION, TOLERANCES, jobs_of, read_records
+from contextready.study.tables import Runs, as_markdown, percent, spread, tables_of
+from contextready.study.trials import PARTS, SHAPES, WAYS, trials_of
+
+TINY = ["steps=4", "batch_size=2", "block_size=16", "eval_tokens=64", "eval_every=2", "save_every=4"]
+TINY += ["precision=fp32", "warmup=1"]
+
+
+def resolved(trial, out="runs"):
+    words = trial.words(0, out)
+    more = ["pretrained=some/model"] if trial.recipe == "convert" else ["vocab_size=300"]
+    return resolve(words[0], [*words[1:], *more])
+
+
+def test_every_row_resolves_and_is_another_run(tmp_path):
+    rows = trials_of(PARTS)
+    runs = [resolved(trial, tmp_path) for trial in rows]
+    same = [replace(run, train=replace(run.train, out="")) for run in runs]
+    assert len({str(run.as_dict()) for run in same}) == len(rows) == len({trial.key for trial in rows})
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_both_models_of_a_shape_cost_the_same_per_generated_token(shape, tmp_path):
+    rows = {trial.key: resolved(trial, tmp_path) for trial in trials_of(["compute"])}
+    ready, plain = rows[f"d{shape.key}"], rows[f"n{shape.key}"]
+    assert account(ready.model).macs == account(plain.model).macs
+    assert (ready.model.layers, ready.model.width) == (plain.model.layers, plain.model.width)
+    assert (ready.model.layers, ready.model.width) == (shape.layers, shape.width)
+    changed = {key for key, value in vars(ready.train).items() if getattr(plain.train, key) != value}
+    assert changed == {"out", "steps", "passes", "gradient"}
+    assert plain.train.steps > ready.train.steps
+
+
+def test_the_recipe_is_what_crt_train_does_without_settings(tmp_path):
+    ours = resolved(trials_of(["headline"])[0], tmp_path)
+    default = resolve("mini-d1", ["vocab_size=300", f"out={ours.train.out}"])
+    assert ours == default
+    paper = {trial.key: resolved(trial, tmp_path) for trial in trials_of(["ways"])}["d1-c128-paper"]
+    assert (paper.train.gradient, paper.train.passes) == ("unroll", "2..5")
+    assert (paper.model.correction_init, paper.model.correction_scale) == ("random", 1.0)
+    assert len(trials_of(["ways"])) == len(SHAPES) * (2 + len(WAYS))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Run the headline with two seeds, in processes of their own."""
+    folder = tmp_path_factory.mktemp("study")
+    data, out = make_data(folder / "corpus"), folder / "runs"
+    words = [sys.executable, "-m", "contextready", "reproduce", "training", "--out", str(out), "--seeds", "0,1"]
+    done = subprocess.run([*words, *TINY, f"data={data}"], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return out, data, done.stdout
+
+
+def test_the_runs_are_trained_evaluated_and_reported(made):
+    out, _, said = made
+    assert "4 of 4 runs are still to train" in said
+    newest = read_metrics(out / "d1-c128-seed1")[-1]
+    assert f"D=1 C=128, seed 1: validation perplexity {exp(newest['val_loss']):.2f} after 4 steps" in said
+    assert (out / "report.md").read_text().strip() in said
+    assert re.search(r"^\| D=1 C=128 \| 2 +\|", said, flags=re.MULTILINE)
+    assert (out / "compute.png").read_bytes().startswith(b"\x89PNG")
+    records = json.loads((out / "report.json").read_text())["runs"]
+    assert {(r["key"], r["seed"]) for r in records} == {(k, s) for k in ("d1-c128", "n1-c128") for s in (0, 1)}
+    for record in records:
+        curve = read_metrics(out / f"{record['key']}-seed{record['seed']}")
+        losses = [r["val_loss"] for r in curve if r.get("val_loss") is not None]
+        assert record["curve"]["val_loss"] == losses
+        assert len(losses) == 3
+        assert str(out) not in json.dumps(record)
+        assert (record["evaluation"]["sequential"] is None) == (record["key"] == "n1-c128")
+
+
+def test_nothing_is_trained_or_evaluated_twice(made, capsys):
+    out, data, _ = made
+    before = (out / "d1-c128-seed0" / EVALUATION).stat().st_mtime_ns
+    assert jobs_of(trials_of(["headline"]), [0, 1], out, [*TINY, f"data={data}"]) == []
+    assert len(jobs_of(trials_of(["headline"]), [0, 2], out, [*TINY, f"data={data}"])) == 2
+    assert main(["reproduce", "training", "--report", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "Evaluating" not in said
+    assert (out / "report.md").read_text().strip() in said
+    assert (out / "d1-c128-seed0" / EVALUATION).stat().st_mtime_ns == before
+
+
+def test_the_passes_of_a_prompt_are_those_after_which_it_changes_little(made):
+    out, data, _ = made
+    records = read_records(trials_of(["headline"]), out)
+    (found,) = [r["evaluation"]["prompt_passes"] for r in records if (r["key"], r["seed"]) == ("d1-c128", 0)]
+    model = open_checkpoint(out / "d1-c128-seed0").model().eval()
+    ids = np.fromfile(data / "val-00000.bin", "<u2").astype("int64")[: 16 * 16].reshape(16, 16)
+    for tolerance in TOLERANCES:
+        needed = [unroll(model, torch.from_numpy(row[None]), tolerance=tolerance)[1].passes for row in ids]
+        assert found[f"{tolerance:g}"] == pytest.approx(sum(needed) / 16)
+
+
+def test_a_part_that_needs_a_pretrained_model_says_so(tmp_path, capsys):
+    assert main(["reproduce", "training", "--part", "conversion", "--out", str(tmp_path / "runs")]) == 2
+    assert "pretrained" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--part", "tables"], "training has no part 'tables'; choose one of: headline, compute"),
+        (["--scale", "paper"], "training has no runs at scale paper"),
+        (["width=64"], "width cannot be set here, because the rows differ in it; train one row with crt train"),
+        (["passes=3"], "passes cannot be set here"),
+        (["--report"], "There is no run of this experiment"),
+    ],
+)
+def test_bad_input_is_one_sentence(words, message, tmp_path, capsys):
+    assert main(["reproduce", "training", "--out", str(tmp_path / "runs"), *words]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def record(key, seed, perplexities, macs, streamed=100.0, **more):
+    """A made-up run with a curve of one validation per step."""
+    steps = list(range(len(perplexities)))
+    evaluation = {
+        "sequential": {"perplexity": streamed},
+        "parallel": {"10": {"perplexity": 100.0}},
+        "norm_rate": 0.5,
+        "prompt_passes": {"0.1": 2.0, "0.01": 4.0, "0.001": 6.0},
+    }
+    curve = {
+        "step": steps,
+        "tokens": [100 * step for step in steps],
+        "macs": [macs * step for step in steps],
+        "val_loss": [log(p) for p in perplexities],
+    }
+    return {"key": key, "seed": seed, "curve": curve, "evaluation": evaluation} | more
+
+
+def test_comparisons_are_at_equal_tokens_and_at_equal_compute():
+    """A step of the first model costs twice as much, so at equal compute it has made half as many."""
+    records = [
+        record("d1-c128", 0, [400, 200, 100], macs=2, streamed=101.0),
+        record("n1-c128", 0, [400, 300, 200, 150, 80], macs=1),
+        record("d1-c128", 1, [400, 200, 110], macs=2, streamed=99.0),
+        record("n1-c128", 1, [400, 300, 200, 150, 100], macs=1),
+    ]
+    ready, plain = Runs(records, "d1-c128"), Runs(records, "n1-c128")
+    assert ready.against(plain, "tokens") == pytest.approx([-50.0, -45.0])
+    assert ready.against(plain, "macs") == pytest.approx([25.0, 10.0])
+    assert ready.streamed() == pytest.approx([1.0, -1.0])
+    table = tables_of(records)["compute"]
+    cells = [cell.strip() for cell in table.splitlines()[2].split("|")[1:-1]]
+    assert cells == ["D=1 C=128", "2", "2.00 ×", "105.0 ± 7.1", "-47.5 ± 3.5 %", "+17.5 ± 10.6 %", "+0.000 ± 1.414 %"]
+
+
+def test_tables_without_runs_are_left_out():
+    assert tables_of([]) == {}
+    assert tables_of([record("d1-c128", 0, [4, 3], macs=1)]) == {}
+    assert "Equal training compute" not in as_markdown([])
+
+
+def test_a_single_seed_has_no_spread():
+    assert (spread([2.0]), spread([1.0, 3.0]), spread([])) == ("2.0", "2.0 ± 1.4", "")
+    assert (percent([1.25]), percent([])) == ("+1.2 %", "")
+
+
+def test_every_table_shows_its_rows():
+    rows = trials_of(PARTS)
+    records = [record(trial.key, seed, [9, 8, 7], macs=1) for trial in rows for seed in (0, 1)]
+    tables = tables_of(records)
+    assert set(tables) == set(PARTS) - {"headline"}
+    for trial in rows:
+        if trial.part not in ("compute",):
+            assert trial.name in tables[trial.part]
