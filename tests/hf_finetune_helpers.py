@@ -8,6 +8,7 @@ WORDS = {
     "batch_size": 4,
     "steps": 4,
     "passes": 3,
+    "gradient": "unroll",
     "warmup": 1,
     "lr": 1e-2,
     "weight_decay": 0.1,

@@ -284,7 +284,7 @@ def test_a_model_made_in_transformers_becomes_a_checkpoint(tmp_path, tokenizer):
     save(tmp_path / "hf", model, tokenizer)
     crt("convert", tmp_path / "hf", tmp_path / "native")
     checkpoint = open_checkpoint(tmp_path / "native")
-    assert checkpoint.config["train"]["passes"] == 4
+    assert checkpoint.config["train"]["passes"] == "4"
     tokens = some_tokens()
     with torch.no_grad():
         assert torch.equal(checkpoint.model()(tokens, passes=10), logits(model, tokens, passes=10))

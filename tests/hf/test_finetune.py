@@ -142,7 +142,7 @@ def test_a_checkpoint_comes_back_as_what_was_measured(data, runs, name):
     if name == "bptt":
         return
     windows = Sequences(Data(data, verify=()).tokens("val"), 16, "validation")
-    K = checkpoint.config["train"]["passes"]
+    K = int(checkpoint.config["train"]["passes"])
     assert parallel_scores(checkpoint.model(), windows, [K], 16)[K].loss == last["val_loss"]
 
 
@@ -247,7 +247,8 @@ def test_gradients_are_those_of_transformers_own_loss(place, gradient, recompute
     randomise(model, std=0.1)
     row = some_tokens(2, 7)
     K = 3 if gradient == "unroll" else 99
-    hf = ContextReadyForCausalLM.wrap(model.backbone.lm)
+    assert model.correction.scale != 1.0
+    hf = ContextReadyForCausalLM.wrap(model.backbone.lm, correction_scale=model.correction.scale)
     hf.model.correction.load_state_dict(model.correction.state_dict())
     hf.double().train()
     loss = hf(row, labels=row, passes=K, use_cache=False).loss

@@ -82,7 +82,7 @@ def test_settings_of_pretrained_models_need_one(tmp_path, place, capsys):
 def test_a_trained_correction_of_another_kind_is_not_thrown_away(place, folder, tmp_path, capsys, correction):
     changes = {"correction": correction} | ({"passes": 1} if correction == "none" else {})
     said = refused(capsys, *arguments(place, tmp_path / "run", pretrained=folder, **changes))
-    assert "already has a trained correction (add); set correction=add" in said
+    assert "already has a trained correction with correction=add; set correction=add" in said
 
 
 def test_other_commands_say_that_it_is_not_theirs(place, trained, tmp_path, capsys):

@@ -194,7 +194,7 @@ def test_the_miniature_and_the_papers_recipes():
     long = resolve_pointer(["pointer-d1-c512"])
     assert (long.model.width, long.task.hops, long.train.block_size, long.model.vocab_size) == (512, 20, 658, 119)
     deep = resolve_pointer(["pointer/pointer-n12-c256", "answers=visible"])
-    assert (deep.model.layers, deep.model.correction, deep.train.passes) == (12, None, 1)
+    assert (deep.model.layers, deep.model.correction, deep.train.passes) == (12, None, "1")
     assert deep.task.answers == "visible"
 
 

@@ -70,7 +70,7 @@ def test_settings_that_make_no_sense_are_refused_in_one_sentence(changes, messag
     assert str(refused.value).count(". ") == 0
 
 
-@pytest.mark.parametrize("gradient", ["bptt", "implicit", "truncated"])
+@pytest.mark.parametrize("gradient", ["bptt", "implicit"])
 def test_a_transformer_has_no_other_gradient(data, tmp_path, gradient):
     with pytest.raises(ContextReadyError, match=f"gradient={gradient} needs a correction"):
         tiny(data, tmp_path / "run", correction=None, gradient=gradient)

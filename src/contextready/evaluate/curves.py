@@ -1,6 +1,6 @@
 """Learning curves of runs: read them, find where they cross, and plot them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,7 @@ def draw(curves: Sequence[Curve], out: Path, axis: str = "tokens", title: str | 
     return crossings
 
 
-def draw_side_by_side(panels: dict[str, tuple[str, Sequence[Curve]]], out: Path) -> None:
+def draw_side_by_side(panels: Mapping[str, tuple[str, Sequence[Curve]]], out: Path) -> None:
     """Plot perplexity in several panels and save the figure; a panel has a title, an axis and curves."""
     check_picture(out)
     figure, row = pyplot().subplots(

@@ -17,7 +17,7 @@ from contextready.hf.trust import never_asking
 from contextready.hf.untrusted import check_settings
 from contextready.model.config import ModelConfig
 from contextready.model.context_ready import ContextReady
-from contextready.model.correction import LARGEST_SCALE
+from contextready.model.correction import LARGEST_SCALE, find_correction
 from contextready.model.correction_module import build_correction, has_bias
 from contextready.model.cost import Account
 from contextready.model.macs import correction_macs
@@ -164,13 +164,10 @@ def _corrected(
     backbone: HFBackbone, config: PretrainedModelConfig, bias: bool = False, scale: float | None = None
 ) -> ContextReady:
     scale = config.correction_scale if scale is None else scale
+    if scale is None:
+        scale = embedding_size(backbone.lm) if find_correction(config.correction).parts.has_network else 1.0
     correction = build_correction(
-        config.correction,
-        backbone,
-        config.correction_init,
-        bias,
-        embedding_size(backbone.lm) if scale is None else scale,
-        config.correction_gain,
+        config.correction, backbone, config.correction_init, bias, scale, config.correction_gain
     )
     return ContextReady(backbone, correction)
 

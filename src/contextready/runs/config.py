@@ -290,7 +290,7 @@ def build_run(settings: Mapping[str, Any]) -> RunConfig:
         if key not in ours and key not in TRAIN_KEYS:
             known = [*ours, *TRAIN_KEYS, *task_keys()]
             raise ContextReadyError(f"Unknown setting '{shown(key)}'; {nearest(key, known)}")
-    if config_class is ModelConfig:
+    if config_class is ModelConfig and task is None:
         settings = _begun_well(settings)
     model = build_model_settings({key: value for key, value in settings.items() if key in ours})
     train = build_settings(TrainConfig, {key: value for key, value in settings.items() if key in TRAIN_KEYS})
@@ -311,7 +311,7 @@ def build_model_settings(values: Mapping[str, Any]) -> ModelConfig | PretrainedM
 def _begun_well(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Fill in how a new correction begins: at zero, and of the size of new embeddings (docs/training.md says why).
 
-    The defaults of `ModelConfig` are the paper's instead, and so are those of older files.
+    The defaults of `ModelConfig`, of tasks and of older files are the paper's instead.
     """
     filled, name = dict(settings), settings.get("correction")
     if isinstance(name, str) and name in CORRECTIONS and CORRECTIONS[name].parts.has_network:

@@ -18,6 +18,7 @@ from contextready.errors import ContextReadyError, nearest
 from contextready.formats.limits import shown
 from contextready.formats.yaml_file import read_yaml
 from contextready.model.config import ModelConfig
+from contextready.model.correction import CORRECTIONS
 from contextready.runs.checkpoint import newest_checkpoint, open_checkpoint
 from contextready.runs.config import (
     MODEL_KEYS,
@@ -242,16 +243,17 @@ def _prepare_command(recipe: str, config: RunConfig) -> str:
 
 
 def _beginning(settings: Settings) -> Settings:
-    """Return the size of the correction where it is not set: as in the run to resume, or in the one to start from."""
+    """Return how the correction begins where it is not set: as in the run to resume or to start from."""
     begun, start = newest_checkpoint(Path(settings["out"])), settings.get("init_from")
     if begun is not None:
         model = open_checkpoint(begun, verify=False).model_config
         return {key: getattr(model, key) for key in ("correction_init", "correction_scale", "correction_gain")}
     if start is None or not Path(start).exists():
         return {}
-    origin = open_checkpoint(Path(start)).native_config
+    origin, name = open_checkpoint(Path(start)).native_config, settings.get("correction")
     if origin.correction is None:
-        return {}
+        starts_at_zero = isinstance(name, str) and name in CORRECTIONS and CORRECTIONS[name].parts.has_network
+        return {"correction_init": "zero"} if starts_at_zero else {}
     return {"correction_scale": origin.correction_scale, "correction_gain": origin.correction_gain}
 
 
