@@ -34,6 +34,7 @@ COMMANDS = list(
 QUICK = ("info", "exact", "plan")
 TINY = ["width=16", "heads=2", "block_size=16", "batch_size=2", "steps=4", "eval_every=2", "eval_tokens=64"]
 CHASE = ["width=16", "heads=2", "batch_size=2", "steps=2", "eval_tokens=200"]
+STUDY = ["block_size=16", "batch_size=2", "steps=4", "eval_every=2", "eval_tokens=64"]
 LESS = {
     "train": TINY,
     "pointer": CHASE,
@@ -63,7 +64,8 @@ def smaller(words):
     if {"--dry-run", "--show", "--list", "--report"} & set(rest):
         return words
     given = {word.partition("=")[0] for word in rest if "=" in word}
-    less = [word for word in LESS.get(verb, []) if word.partition("=")[0] not in given]
+    quick = STUDY if words[:2] == ["reproduce", "training"] else LESS.get(verb, [])
+    less = [word for word in quick if word.partition("=")[0] not in given]
     if "pretrained" in given:
         less = [word for word in less if not word.startswith(("width=", "heads="))]
     return [*words, *less]
@@ -115,6 +117,11 @@ def test_the_map_of_the_packages_is_what_the_sources_say():
     page = (ROOT / "docs" / "architecture.md").read_text()
     for path in (ROOT / "src").rglob("*.py"):
         assert path.name in page, path
+
+
+def test_the_tables_of_the_study_are_what_its_results_say():
+    done = subprocess.run([sys.executable, ROOT / "tools" / "results.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 LAUNCHES = re.findall(r"^((?:srun|torchrun) [^#\n]*)", README + SCALE, flags=re.MULTILINE)

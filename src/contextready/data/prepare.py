@@ -24,6 +24,10 @@ VAL_FRACTION_INSTALLED = 0.05
 FEWEST_VAL_DOCUMENTS = 10
 FEWEST_VAL_TOKENS = 50_000
 
+Chat = Callable[[str], tuple[list[int], list[bool]]]
+"""Returns the ids of a conversation, given as JSON text, and which of them the loss counts."""
+Row = tuple[bytes, "Ids | list[int]", int, "list[bool] | None"]
+"""The bytes that identify a document, its ids, the size of its text, and which ids the loss counts (none: all)."""
 Report = Callable[[str, int | None, int], None]
 """Called with the name of the stage, its size in bytes if known, and the bytes done since the last call."""
 
@@ -49,6 +53,8 @@ class Preparation:
     """The id of the token that ends documents, for token files without a tokenizer."""
     field: str = "text"
     """The field or column that holds the text in .jsonl and .parquet files."""
+    chat: "Chat | None" = None
+    """Turns conversations into tokens, if the field holds messages instead of text."""
     shard_tokens: int = 100_000_000
     """Tokens per shard."""
     tokenizer_bytes: int = 1_000_000_000
@@ -96,6 +102,8 @@ def _check(what: Preparation) -> None:
             "--shard-tokens and --tokenizer-bytes must be at least 1, "
             f"but got {what.shard_tokens} and {what.tokenizer_bytes}."
         )
+    if what.chat is not None and what.tokenizer is None:
+        raise ContextReadyError("Conversations need --tokenizer MODEL, a model folder whose chat template is used.")
     if what.tokenizer is not None and what.vocab_size is not None:
         raise ContextReadyError("--vocab-size and --tokenizer cannot be combined; a tokenizer has its own size.")
     bins = [source.endswith(".bin") for source in (*what.sources, *what.val_sources)]
@@ -109,8 +117,9 @@ def is_validation(document: bytes, fraction: float) -> bool:
 
 
 def _prepare_text(out: Path, what: Preparation, report: Report) -> None:
-    corpus = open_corpus(what.sources, what.field)
-    val_corpus = open_corpus(what.val_sources, what.field) if what.val_sources else None
+    is_chat = what.chat is not None
+    corpus = open_corpus(what.sources, what.field, is_chat)
+    val_corpus = open_corpus(what.val_sources, what.field, is_chat) if what.val_sources else None
     if what.tokenizer is not None:
         tokenizer = Tokenizer.load(Path(what.tokenizer), what.end_token)
     elif what.vocab_size is not None:
@@ -120,12 +129,18 @@ def _prepare_text(out: Path, what: Preparation, report: Report) -> None:
             "Give --vocab-size to train a byte-level BPE tokenizer, or --tokenizer to use an existing one."
         )
 
-    def encoded(source: Corpus, label: str) -> Iterator[tuple[bytes, Ids | list[int], int]]:
+    def encoded(source: Corpus, label: str) -> Iterator[Row]:
         documents = source.documents(lambda done: report(label, source.bytes, done))
+        if what.chat is not None:
+            for text in documents:
+                ids, counted = what.chat(text)
+                # The text of answers has no size of its own, so bits per byte are not defined.
+                yield text.encode(), ids, 0, counted
+            return
         for batch in _in_batches(documents):
             for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
                 content = text.encode()
-                yield content, ids, len(content)
+                yield content, ids, len(content), None
 
     rows = encoded(corpus, "tokenizing")
     val_rows = None if val_corpus is None else encoded(val_corpus, "tokenizing validation")
@@ -146,7 +161,7 @@ def _prepare_token_files(out: Path, what: Preparation, report: Report) -> None:
     if not 0 <= end_id < vocab_size:
         raise ContextReadyError(f"--end-id must be between 0 and {vocab_size - 1} (the vocabulary), but got {end_id}.")
 
-    def documents(paths: list[Path], label: str) -> Iterator[tuple[bytes, Ids, int]]:
+    def documents(paths: list[Path], label: str) -> Iterator[Row]:
         size = sum(path.stat().st_size for path in paths)
         for path in paths:
             for ids in read_token_file(path, end_id, partial(report, label, size)):
@@ -159,7 +174,7 @@ def _prepare_token_files(out: Path, what: Preparation, report: Report) -> None:
                         "use the tokenizer or the vocabulary size that the file was created with."
                     )
                 text_bytes = len(tokenizer.decode(ids.tolist()).encode()) if tokenizer is not None else 0
-                yield ids.tobytes(), ids, text_bytes
+                yield ids.tobytes(), ids, text_bytes, None
 
     val_files = expand(what.val_sources, (".bin",))
     val_rows = documents(val_files, "copying validation") if val_files else None
@@ -204,19 +219,19 @@ def _write(
     vocab_size: int,
     end_id: int,
     *,
-    rows: Iterable[tuple[bytes, Ids | list[int], int]],
-    val_rows: Iterable[tuple[bytes, Ids | list[int], int]] | None,
+    rows: Iterable[Row],
+    val_rows: Iterable[Row] | None,
     name: str,
 ) -> None:
     dtype = dtype_for(vocab_size)
     with staged_folder(out) as folder:
         train, val = (ShardWriter(folder, split, dtype, what.shard_tokens) for split in ("train", "val"))
         try:
-            for content, ids, size in rows:
+            for content, ids, size, counted in rows:
                 validates = val_rows is None and is_validation(content, what.fraction)
-                (val if validates else train).add(ids, end_id, size)
-            for _, ids, size in val_rows or ():
-                val.add(ids, end_id, size)
+                (val if validates else train).add(ids, end_id, size, counted)
+            for _, ids, size, counted in val_rows or ():
+                val.add(ids, end_id, size, counted)
         finally:
             train.close()
             val.close()

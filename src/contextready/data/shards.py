@@ -4,11 +4,12 @@ DATA/manifest.json         the source, token counts, and the size and SHA-256 of
 DATA/tokenizer.json        the tokenizer (absent if token files came without one)
 DATA/train-00000.bin …     little-endian uint16, or uint32 for vocabularies above 65,536
 DATA/val-00000.bin …
+DATA/train-00000.mask …    only for conversations: a byte per token, 1 if the loss counts it (an answer), else 0
 """
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,6 +23,8 @@ from contextready.formats.record import LARGEST_INT, Count, FileName, Sha256
 FORMAT = "contextready-data"
 SPLITS = ("train", "val")
 LARGEST_VOCABULARY = (1 << 31) - 1
+IGNORED = -100
+"""The target at a position whose prediction does not count. It is the default of torch's cross-entropy."""
 TOKENIZER_FILES = (FILE, "tokenizer_config.json")
 
 Ids = np.ndarray[Any, np.dtype[Any]]
@@ -36,6 +39,8 @@ class SplitEntry:
     documents: Count
     bytes: Count
     shards: list[FileName]
+    masks: list[FileName] = field(default_factory=list)
+    """One for every shard of conversations."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ class DataManifest(Manifest):
             )
         for name, split in (("train", self.splits.train), ("val", self.splits.val)):
             self._check_split(name, split)
-        shards = [*self.splits.train.shards, *self.splits.val.shards]
+        shards = [name for split in (self.splits.train, self.splits.val) for name in (*split.shards, *split.masks)]
         if len(set(shards)) < len(shards):
             raise ContextReadyError("a shard is listed twice; prepare the data again.")
         other = self.files.keys() - {*shards, *TOKENIZER_FILES}
@@ -90,6 +95,9 @@ class DataManifest(Manifest):
                 raise ContextReadyError(f"files does not list {shard}, a shard of {name}; prepare the data again.")
             sizes.append(entry.bytes)
         itemsize = np.dtype(self.dtype).itemsize
+        lengths = [size // itemsize for size in sizes]
+        if split.masks and [self.files[mask].bytes if mask in self.files else None for mask in split.masks] != lengths:
+            raise ContextReadyError(f"the masks of {name} do not match its shards; prepare the data again.")
         if not all(sizes) or any(size % itemsize for size in sizes) or sum(sizes) != split.tokens * itemsize:
             raise ContextReadyError(
                 f"the shards of {name} have {sum(sizes):,} bytes, which does not match {split.tokens:,} tokens of "
@@ -117,14 +125,20 @@ class ShardWriter:
         self.folder, self.split, self.dtype, self.shard_tokens = folder, split, dtype, shard_tokens
         self.tokens = self.documents = self.bytes = 0
         self.names: list[str] = []
+        self.masks: list[str] = []
         self._left = 0
         self._file: Any = None
+        self._mask: Any = None
 
-    def add(self, ids: Sequence[int] | Ids, end_id: int, size: int) -> None:
-        """Write one document, whose text has `size` bytes, and its end token."""
+    def add(self, ids: Sequence[int] | Ids, end_id: int, size: int, counted: Sequence[bool] | None = None) -> None:
+        """Write one document, whose text has `size` bytes, and its end token.
+
+        `counted` says which tokens of a conversation the loss counts. Its end token is never one of them.
+        """
         document = np.empty(len(ids) + 1, self.dtype)
         document[:-1] = ids
         document[-1] = end_id
+        mask = None if counted is None else np.append(np.asarray(counted, np.uint8), np.uint8(0))
         self.documents += 1
         self.bytes += size
         self.tokens += len(document)
@@ -133,27 +147,44 @@ class ShardWriter:
                 self.close()
                 self.names.append(f"{self.split}-{len(self.names):05d}.bin")
                 self._file, self._left = (self.folder / self.names[-1]).open("wb"), self.shard_tokens
+                if mask is not None:
+                    self.masks.append(self.names[-1].replace(".bin", ".mask"))
+                    self._mask = (self.folder / self.masks[-1]).open("wb")
             part, document = document[: self._left], document[self._left :]
             self._file.write(part.tobytes())
+            if mask is not None:
+                self._mask.write(mask[: len(part)].tobytes())
+                mask = mask[len(part) :]
             self._left -= len(part)
 
     def close(self) -> None:
         """Close the last shard."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        for file in (self._file, self._mask):
+            if file is not None:
+                file.close()
+        self._file = self._mask = None
 
     def summary(self) -> dict[str, Any]:
         """Return the manifest's entry for this split."""
-        return {"tokens": self.tokens, "documents": self.documents, "bytes": self.bytes, "shards": self.names}
+        entry = {"tokens": self.tokens, "documents": self.documents, "bytes": self.bytes, "shards": self.names}
+        return entry | ({"masks": self.masks} if self.masks else {})
 
 
 class TokenArray:
     """The shards of one split as one array of ids; only the parts that are read are loaded."""
 
-    def __init__(self, shards: Sequence[Ids], vocab_size: int | None = None, where: str = "The data") -> None:
-        """Join shards. If the vocabulary size is given, ids that are not in the vocabulary are refused when read."""
-        self._shards, self._vocab_size, self._where = shards, vocab_size, where
+    def __init__(
+        self,
+        shards: Sequence[Ids],
+        vocab_size: int | None = None,
+        where: str = "The data",
+        counted: "TokenArray | None" = None,
+    ) -> None:
+        """Join shards. If the vocabulary size is given, ids that are not in the vocabulary are refused when read.
+
+        `counted` has a 1 for every token that the loss counts, and is none if it counts all.
+        """
+        self._shards, self._vocab_size, self._where, self.counted = shards, vocab_size, where, counted
         self._ends = np.cumsum([len(shard) for shard in shards])
 
     def __len__(self) -> int:
@@ -195,7 +226,7 @@ class Data:
                 "remove the file or prepare the data again."
             )
         for split in verify:
-            check_sums(folder, self.manifest, self._shards(split))
+            check_sums(folder, self.manifest, [*self._shards(split), *self._masks(split)])
         self.dtype = np.dtype(self.manifest["dtype"])
         self.vocab_size: int = self.manifest["vocab_size"]
         self.end_id: int = self.manifest["end_id"]
@@ -203,11 +234,16 @@ class Data:
     @property
     def identity(self) -> str:
         """A hash over the checksums of the shards, which identifies this data."""
-        sums = [self.manifest["files"][name]["sha256"] for split in SPLITS for name in self._shards(split)]
+        names = [name for split in SPLITS for name in (*self._shards(split), *self._masks(split))]
+        sums = [self.manifest["files"][name]["sha256"] for name in names]
         return hashlib.sha256(" ".join(sums).encode()).hexdigest()
 
     def _shards(self, split: str) -> list[str]:
         names: list[str] = self.manifest["splits"][split]["shards"]
+        return names
+
+    def _masks(self, split: str) -> list[str]:
+        names: list[str] = self.manifest["splits"][split].get("masks", [])
         return names
 
     @property
@@ -236,7 +272,9 @@ class Data:
         if split not in SPLITS:
             raise ContextReadyError(f"There is no split '{split}'; choose train or val.")
         shards = [map_ids(self.folder / name, self.dtype) for name in self._shards(split)]
-        return TokenArray(shards, self.vocab_size, f"{self.folder}")
+        masks = [map_ids(self.folder / name, np.dtype(np.uint8)) for name in self._masks(split)]
+        counted = TokenArray(masks, 2, f"{self.folder}") if masks else None
+        return TokenArray(shards, self.vocab_size, f"{self.folder}", counted)
 
     def bytes_per_token(self, split: str) -> float | None:
         """Return the average number of bytes of text per token of this split, if the text is known."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contextready.data.batches import Sequences
+from contextready.data.shards import IGNORED
 from contextready.model.context_ready import ContextReady
 
 PARALLEL_TOKENS = 1 << 14
@@ -27,11 +28,22 @@ class Score:
     """The negative log-likelihood of each sequence, in nats per token."""
 
     nll_N: np.ndarray
+    """The mean over the tokens of each sequence that count."""
+    counts_N: np.ndarray | None = None
+    """How many tokens of each sequence count, if not all of them do."""
+
+    @property
+    def shares_N(self) -> np.ndarray:
+        """Each sequence's part of the loss, times the number of sequences, so that the mean over all is the loss."""
+        if self.counts_N is None:
+            return self.nll_N
+        shares: np.ndarray = self.nll_N * self.counts_N * (len(self.counts_N) / max(1, self.counts_N.sum()))
+        return shares
 
     @property
     def loss(self) -> float:
-        """The mean over all tokens."""
-        return float(self.nll_N.mean())
+        """The mean over all tokens that count."""
+        return float(self.shares_N.mean())
 
     @property
     def perplexity(self) -> float:
@@ -41,7 +53,7 @@ class Score:
     @property
     def loss_error(self) -> float:
         """The standard error of the loss, with sequences as independent samples."""
-        return standard_error(self.nll_N)
+        return standard_error(self.shares_N)
 
     @property
     def perplexity_error(self) -> float:
@@ -51,10 +63,9 @@ class Score:
     @classmethod
     def interleaved(cls, shares: "Sequence[Score]") -> "Score":
         """Combine n scores, each of every n-th sequence, in the order of the sequences."""
-        nll_N = np.empty(sum(len(share.nll_N) for share in shares))
-        for i, share in enumerate(shares):
-            nll_N[i :: len(shares)] = share.nll_N
-        return cls(nll_N)
+        nll_N = _interleaved([share.nll_N for share in shares])
+        counts = [share.counts_N for share in shares if share.counts_N is not None]
+        return cls(nll_N, _interleaved(counts) if counts else None)
 
     def bits_per_byte(self, bytes_per_token: float) -> tuple[float, float]:
         """Return the bits per byte of text and their standard error."""
@@ -64,8 +75,15 @@ class Score:
     def perplexity_above(self, other: "Score") -> tuple[float, float]:
         """Return this perplexity minus another on the same sequences, and the standard error of the difference."""
         # Both scores vary together from sequence to sequence, so the paired difference gives the error.
-        paired_N = self.perplexity * self.nll_N - other.perplexity * other.nll_N
+        paired_N = self.perplexity * self.shares_N - other.perplexity * other.shares_N
         return self.perplexity - other.perplexity, standard_error(paired_N)
+
+
+def _interleaved(parts: Sequence[np.ndarray]) -> np.ndarray:
+    joined = np.empty(sum(len(part) for part in parts))
+    for i, part in enumerate(parts):
+        joined[i :: len(parts)] = part
+    return joined
 
 
 def standard_error(values: np.ndarray) -> float:
@@ -87,14 +105,16 @@ def parallel_scores(
     With `share` = (i, n), only sequences i, i + n, i + 2n, … are scored.
     """
     nll: dict[int, list[Tensor]] = {k: [] for k in passes}
+    counts: list[Tensor] = []
     rows = max(1, PARALLEL_TOKENS // sequences.block_size)
     for inputs_BT, targets_BT in _batches(model, sequences, count, rows, share):
+        counts.append(_counts(targets_BT))
         unroll = model.passes(model.backbone.embed(inputs_BT))
         for k, made in enumerate(islice(unroll, max(passes)), 1):
             if k in nll:
                 nll[k].append(mean_nll(model, made.z_BTC, targets_BT))
         advance(inputs_BT.numel())
-    return {k: Score(_joined(parts)) for k, parts in nll.items()}
+    return {k: _score(sequences, parts, counts) for k, parts in nll.items()}
 
 
 @torch.inference_mode()
@@ -106,26 +126,41 @@ def sequential_score(
     share: tuple[int, int] = (0, 1),
 ) -> Score:
     """Score the first `count` sequences as the model streams: token by token, with many sequences at once."""
-    nll = []
+    nll: list[Tensor] = []
+    counts: list[Tensor] = []
     one_row = _state_bytes(model, sequences.block_size)
     rows = max(1, min(SEQUENTIAL_ROWS, SEQUENTIAL_BYTES // one_row))
     for inputs_BT, targets_BT in _batches(model, sequences, count, rows, share):
+        counts.append(_counts(targets_BT))
         z_BTC, _ = model.read(model.backbone.embed(inputs_BT), model.init_state(len(inputs_BT)))
         nll.append(mean_nll(model, z_BTC, targets_BT))
         advance(inputs_BT.numel())
-    return Score(_joined(nll))
+    return _score(sequences, nll, counts)
+
+
+def _counts(targets_BT: Tensor) -> Tensor:
+    """Return how many targets of each row count."""
+    return (targets_BT != IGNORED).sum(dim=1).cpu()
+
+
+def _score(sequences: Sequences, nll: list[Tensor], counts: list[Tensor]) -> Score:
+    masked = sequences.tokens.counted is not None
+    return Score(_joined(nll), _joined(counts).astype(np.float64) if masked else None)
 
 
 def mean_nll(model: ContextReady, z_BTC: Tensor, targets_BT: Tensor) -> Tensor:
-    """Return the mean negative log-likelihood of each row (B,) as float64 on the CPU, a few rows at a time."""
+    """Return the mean negative log-likelihood of each row (B,) as float64 on the CPU, a few rows at a time.
+
+    Only targets that count are included. A row without any has 0.
+    """
     backbone = model.backbone
     rows = max(1, LOGITS_AT_ONCE // (z_BTC.shape[1] * backbone.head(z_BTC[:1, :1]).shape[-1]))
     means = []
     for z, targets in zip(torch.split(z_BTC, rows), torch.split(targets_BT, rows), strict=True):
         logits = backbone.head(z).flatten(0, 1)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        nll = F.cross_entropy(wide, targets.flatten(), reduction="none")
-        means.append(nll.view(targets.shape).cpu().double().mean(dim=1))
+        nll = F.cross_entropy(wide, targets.flatten(), reduction="none").view(targets.shape).cpu().double()
+        means.append(nll.sum(dim=1) / _counts(targets).clamp(min=1))
     return torch.cat(means)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
+from contextready.data.shards import IGNORED
 from contextready.errors import ContextReadyError, nearest
 from contextready.formats.limits import check_count, check_memory, shown
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 ANSWERS = ("masked", "visible")
 QUERIES = ("level", "all")
 SPLITS = ("train", "test")
-IGNORED = -100
 """The target at positions that are not queries."""
 HELD_OUT = 8
 """One of this many sequences belongs to the test split."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from contextready.data.shards import IGNORED
 from contextready.model.context_ready import ContextReady, Pass, shift_right
 from contextready.runs.config import TrainConfig
 from contextready.solve.bptt import DifferentiableStream
@@ -149,6 +150,10 @@ class Objective(nn.Module):
 
 
 def mean_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Return the cross-entropy in nats per token, computed in at least float32."""
+    """Return the cross-entropy in nats per token that counts, computed in at least float32.
+
+    It is 0 if no token counts, as can happen in a batch of conversations with long questions.
+    """
     wide = torch.promote_types(logits_BTV.dtype, torch.float32)
-    return F.cross_entropy(logits_BTV.flatten(0, 1).to(wide), targets_BT.flatten())
+    total = F.cross_entropy(logits_BTV.flatten(0, 1).to(wide), targets_BT.flatten(), reduction="sum")
+    return total / (targets_BT != IGNORED).sum().clamp(min=1)
