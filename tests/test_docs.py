@@ -13,8 +13,8 @@ from hf_helpers import KNOWN, LLAMA_LIKE, save, train_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from contextready.cli.main import VERBS, build_parser, main
-from contextready.runs.config import check_for_team
 from contextready.runs.recipes import resolve
+from contextready.runs.run_checks import check_for_team
 
 ROOT = Path(__file__).parent.parent
 GUIDES = ("README", "training", "generation", "huggingface", "pointer", "scale", "benchmarks", "reproduction", "index")

@@ -116,7 +116,7 @@ def test_defaults_depend_on_the_gradient():
 
 
 def test_a_run_with_stages_cannot_be_extended():
-    from contextready.runs.config import check_same_run
+    from contextready.runs.run_checks import check_same_run
 
     before = build_run(SHAPE | {"passes": "1@0.5,2@0.5", "steps": 10}).as_dict()
     with pytest.raises(ContextReadyError, match="was trained with steps=10, not steps=20"):

@@ -21,10 +21,10 @@ from contextready.runs.config import (
     RunConfig,
     TrainConfig,
     build_run,
-    check_run_memory,
 )
 from contextready.runs.paper_models import PAPER_MODELS
 from contextready.runs.recipes import load_recipe, paper_experiments, recipe_names, resolve
+from contextready.runs.run_checks import check_run_memory
 from contextready.train.plan import make_plan
 
 SMALL = ("convert", "demo-d1", "demo-n1-ffn", "mini-d1", "mini-finetune", "mini-n1", "mini-n1-ffn", "pointer-mini")

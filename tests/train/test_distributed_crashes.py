@@ -23,7 +23,7 @@ from train_helpers import kept_steps, metrics, recipe_file, sums, tiny, words
 from contextready.cli.main import main
 from contextready.errors import ContextReadyError
 from contextready.runs.checkpoint import newest_checkpoint, open_checkpoint, step_folder
-from contextready.runs.config import check_for_team
+from contextready.runs.run_checks import check_for_team
 
 LONG = {"steps": 120, "log_every": 5, "eval_every": 40, "save_every": 10, "dropout": 0.1}
 BAD = {

@@ -104,7 +104,7 @@ def run_train(config: "RunConfig") -> int:
 def check_fits(config: "RunConfig") -> None:
     """Refuse a run that this machine's memory cannot hold, before anything is created."""
     from contextready.device import find_device
-    from contextready.runs.config import check_run_memory
+    from contextready.runs.run_checks import check_run_memory
 
     # torchrun tells every process how many there are.
     processes = os.environ.get("WORLD_SIZE", "1")

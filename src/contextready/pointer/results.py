@@ -7,7 +7,8 @@ from pathlib import Path
 from contextready.errors import ContextReadyError
 from contextready.pointer.outcome import Outcome, outcome, resolve_pointer
 from contextready.pointer.trials import Trial
-from contextready.runs.config import RunConfig, check_same_run, with_new_names
+from contextready.runs.config import RunConfig, with_new_names
+from contextready.runs.run_checks import check_same_run
 from contextready.settings import parse_assignments
 from contextready.train.jobs import Job
 from contextready.train.trials import settings_of, with_changes

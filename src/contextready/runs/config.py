@@ -7,11 +7,10 @@ from math import inf
 from typing import Any
 
 from contextready.errors import ContextReadyError, nearest
-from contextready.formats.limits import check_count, check_memory, shown
+from contextready.formats.limits import check_count, shown
 from contextready.model.checks import MOST_PASSES
 from contextready.model.config import ModelConfig
 from contextready.model.correction import CORRECTIONS, check_correction
-from contextready.model.cost import account
 from contextready.runs.passes import PassSchedule, joined_passes, parse_passes
 from contextready.runs.tasks import Task, split_task, task_as_dict, task_from_dict, task_keys
 from contextready.settings import build_settings
@@ -40,10 +39,6 @@ LIMITS = {
 }
 """The smallest and the largest value of every whole number, far beyond what a real run needs."""
 LARGEST_RANK = 2**16
-BYTES_PER_WEIGHT = 16
-"""Memory per trained weight in fp32: the weight, its gradient and the two moments of AdamW."""
-FEWEST_BYTES = 10
-"""Activations that a block keeps for the backward, per token and channel: at least five values in bf16."""
 
 
 @dataclass(frozen=True)
@@ -245,20 +240,14 @@ class RunConfig:
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "RunConfig":
         """Create a run from the values that `as_dict` returns. Settings that did not exist yet get their defaults."""
-        train = build_settings(TrainConfig, with_new_names(_section(saved, "train")))
-        task = task_from_dict(_section(saved, "task")) if "task" in saved else None
-        return cls(build_model_settings(_section(saved, "model")), train, task)
+        train = build_settings(TrainConfig, with_new_names(section_of(saved, "train")))
+        task = task_from_dict(section_of(saved, "task")) if "task" in saved else None
+        return cls(build_model_settings(section_of(saved, "model")), train, task)
 
 
 MODEL_KEYS = [field.name for field in dataclasses.fields(ModelConfig)]
 PRETRAINED_KEYS = [field.name for field in dataclasses.fields(PretrainedModelConfig)]
 TRAIN_KEYS = [field.name for field in dataclasses.fields(TrainConfig)]
-FREE_ON_RESUME = {
-    *("data", "out", "steps", "eval_every", "save_every", "keep", "log_every"),
-    *("tensorboard", "wandb", "parallel", "device", "verify_data", "init_from"),
-}
-
-
 RENAMED = {"k_min": "min_passes"}
 """Old names of settings, which older files and the paper use."""
 
@@ -344,80 +333,12 @@ def _settle_passes(model: ModelConfig | PretrainedModelConfig, train: TrainConfi
     return dataclasses.replace(train, passes=train.passes or DEFAULT_PASSES[train.gradient])
 
 
-def check_for_team(config: RunConfig, processes: int) -> None:
-    """Raise an error if this number of processes cannot train this run together."""
-    t = config.train
-    if processes == 1:
-        return
-    if t.batch_size % processes:
-        raise ContextReadyError(
-            f"batch_size={t.batch_size} cannot be split over {processes} processes; use a multiple of {processes}."
-        )
-    if config.model.correction is not None and t.pass_schedule is not None and t.pass_schedule.least == 1:
-        raise ContextReadyError(
-            "K=1 gives the correction no gradient, but several processes would wait for one; set passes=2 or more, or "
-            "train in one process."
-        )
-
-
-def check_same_run(theirs: Mapping[str, Any], ours: RunConfig, where: str) -> None:
-    """Raise an error if a checkpoint cannot be resumed because it has other settings."""
-    # A run may be extended, except if the learning rate or K depends on the number of steps.
-    staged = ours.train.pass_schedule is not None and len(ours.train.pass_schedule.stages) > 1
-    free = FREE_ON_RESUME - ({"steps"} if ours.train.schedule == "cosine" or staged else set())
-    if (theirs.get("task") is None) != (ours.task is None):
-        raise ContextReadyError(f"{where} was trained on another task; choose another out=.")
-    for part, settings in (("model", ours.model), ("train", ours.train), ("task", ours.task)):
-        if settings is None:
-            continue
-        saved, defaults = with_new_names(_section(theirs, part)), type(settings)
-        mine = dataclasses.asdict(settings)
-        # The gradient comes first, because the number of passes follows from it.
-        for key in sorted(mine, key=lambda key: key != "gradient"):
-            # A setting that did not exist when the checkpoint was written had its default.
-            before = saved.get(key, getattr(defaults, key, None))
-            if before != mine[key] and not (part == "train" and key in free):
-                raise ContextReadyError(
-                    f"{where} was trained with {key}={before}, not {key}={mine[key]}; "
-                    f"set {key}={before} to resume it, or choose another out=."
-                )
-
-
-def _section(saved: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def section_of(saved: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return a part of the settings that a file contained."""
     part = saved.get(name) if isinstance(saved, Mapping) else None
     if not isinstance(part, Mapping):
         raise ContextReadyError(f"The saved settings of this run lack the part '{name}'; their file is damaged.")
     return part
-
-
-def check_run_memory(config: RunConfig, processes: int, on_cpu: bool) -> None:
-    """Refuse to start a run that cannot fit into this machine's memory, before anything is allocated.
-
-    Only what every run needs is counted, so a run that passes may still be too large: `crt plan` estimates the peak.
-    Every process creates the whole model in main memory first. On a GPU (not `on_cpu`), only that is checked.
-    """
-    t, model = config.train, config.model
-    if not isinstance(model, ModelConfig):
-        return
-    number = account(model).parameters
-    sharded = t.parallel == "fsdp" and processes > 1
-    weights = number * (BYTES_PER_WEIGHT if on_cpu and not sharded else BYTES_PER_WEIGHT // 4)
-    check_memory(
-        weights,
-        f"Training {number:,} parameters (width={model.width}, layers={model.layers})",
-        "choose a smaller width, vocab_size or number of layers (crt plan shows the memory in detail).",
-    )
-    tokens = -(-t.batch_size // processes) * t.block_size
-    # Tokens and targets are always in main memory. Without a GPU, so are the embeddings, and what the backward needs.
-    depth = 1 if t.pass_schedule is None else t.pass_schedule.most
-    kept = 0 if t.checkpoint_passes or t.gradient != "unroll" else model.layers * depth
-    per_token = 16 + (model.width * (2 + FEWEST_BYTES * kept) if on_cpu else 0)
-    check_memory(
-        weights + tokens * per_token,
-        f"A forward pass with batch_size={t.batch_size}, block_size={t.block_size} and passes={t.passes}",
-        "lower one of them, or split the batch with accumulate (crt plan shows the memory in detail).",
-    )
 
 
 def _check_text(name: str, value: str | None) -> None:

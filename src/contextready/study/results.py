@@ -13,9 +13,10 @@ from contextready.evaluate.evaluate import evaluate_checkpoint
 from contextready.files import read_json, write_json
 from contextready.measure.perplexity import PARALLEL_TOKENS
 from contextready.runs.checkpoint import data_of, newest_checkpoint, open_checkpoint
-from contextready.runs.config import check_same_run, with_new_names
+from contextready.runs.config import with_new_names
 from contextready.runs.metrics import FILE, read_metrics
 from contextready.runs.recipes import resolve
+from contextready.runs.run_checks import check_same_run
 from contextready.settings import parse_assignments
 from contextready.solve.unroll import unroll
 from contextready.study.trials import Trial

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from contextready.errors import ContextReadyError
 from contextready.model.config import ModelConfig
 from contextready.model.cost import account
-from contextready.runs.config import RunConfig, check_for_team
+from contextready.runs.config import RunConfig
+from contextready.runs.run_checks import check_for_team
 from contextready.train.cost import recomputed_macs, step_macs
 from contextready.train.memory import step_bytes
 

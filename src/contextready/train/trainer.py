@@ -20,9 +20,10 @@ from contextready.errors import ContextReadyError
 from contextready.files import check_name, locked_folder, write_json
 from contextready.model.context_ready import ContextReady
 from contextready.runs import checkpoint as checkpoints
-from contextready.runs.config import RunConfig, check_for_team, check_run_memory, check_same_run
+from contextready.runs.config import RunConfig
 from contextready.runs.metrics import Metrics, Record
 from contextready.runs.models import cost_of, start_model
+from contextready.runs.run_checks import check_for_team, check_run_memory, check_same_run
 from contextready.train.cost import sequence_macs
 from contextready.train.objective import Objective
 from contextready.train.saving import restore, save_checkpoint

@@ -9,13 +9,17 @@ import torch
 from helpers import KINDS, random_tokens, small_config, small_model
 
 from contextready import ContextReady, ContextReadyError, State, Transformer, account, build_correction
+from contextready.data.batches import Sequences
+from contextready.data.shards import TokenArray
 from contextready.data.tokenizer import Tokenizer
+from contextready.measure.perplexity import sequential_score
 from contextready.model.correction import CORRECTIONS
 
 pytest.importorskip("ggml")
 pytest.importorskip("gguf")
 
 from contextready.infer.ggml.engine import BUCKET, GRAPHS, GgmlEngine
+from contextready.infer.ggml.export import engine_score
 from contextready.infer.ggml.file import read_gguf, write_gguf
 
 # Logits are of order one, both sides round in float32.
@@ -118,6 +122,17 @@ def test_a_correction_may_have_biases_where_its_backbone_has_none(tmp_path):
     ids = ids_of(10)
     engine = GgmlEngine(exported(model, tmp_path), threads=1)
     assert far(stepped(engine, ids), streamed(model, ids)[0]) < TOLERANCE
+
+
+def test_the_score_of_a_file_counts_what_the_score_of_the_model_counts(tmp_path):
+    ids = np.random.default_rng(0).integers(23, size=41).astype("<u2")
+    mask = (np.arange(41) % 3 == 0).astype(np.uint8)
+    mask[:11] = 0
+    model = single(correction="add")
+    for counted in (None, TokenArray([mask])):
+        sequences = Sequences(TokenArray([ids], counted=counted), 10)
+        found = engine_score(GgmlEngine(exported(model, tmp_path), rows=3, threads=1), sequences, 4)
+        assert found.loss == pytest.approx(sequential_score(model, sequences, 4).loss, rel=1e-4)
 
 
 def test_a_far_position_is_rotated_as_exactly_as_a_near_one(tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from contextready.data.batches import Sequences
+from contextready.data.shards import IGNORED
 from contextready.data.tokenizer import FILE as TOKENIZER_FILE
 from contextready.data.tokenizer import Tokenizer
 from contextready.errors import ContextReadyError
@@ -158,9 +159,11 @@ def engine_score(
 ) -> Score:
     """Score the first `count` sequences as the engine streams them, one sequence per row at a time."""
     losses: list[float] = []
+    counts: list[int] = []
     for first in range(0, count, engine.rows):
         indices = np.arange(first, min(first + engine.rows, count))
         inputs_BT, targets_BT = (ids.numpy() for ids in sequences.read(indices))
+        counted_BT = targets_BT != IGNORED
         losses_B = np.zeros(len(indices))
         for row in range(engine.rows):
             engine.load(row, None)
@@ -170,7 +173,11 @@ def engine_score(
             logits_BV = engine.step(tokens.tolist())[: len(indices)].astype(np.float64)
             largest_B1 = logits_BV.max(axis=1, keepdims=True)
             total_B = np.log(np.exp(logits_BV - largest_B1).sum(axis=1)) + largest_B1[:, 0]
-            losses_B += total_B - logits_BV[np.arange(len(indices)), targets_BT[:, t]]
+            # Targets that do not count are not ids, so id 0 stands in for them.
+            chosen_B = logits_BV[np.arange(len(indices)), np.maximum(0, targets_BT[:, t])]
+            losses_B += counted_BT[:, t] * (total_B - chosen_B)
             advance(len(indices))
-        losses += (losses_B / sequences.block_size).tolist()
-    return Score(np.array(losses))
+        losses += (losses_B / np.maximum(1, counted_BT.sum(axis=1))).tolist()
+        counts += counted_BT.sum(axis=1).tolist()
+    masked = sequences.tokens.counted is not None
+    return Score(np.array(losses), np.array(counts, float) if masked else None)
