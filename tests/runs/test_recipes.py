@@ -27,7 +27,10 @@ from contextready.runs.recipes import load_recipe, paper_experiments, recipe_nam
 from contextready.runs.run_checks import check_run_memory
 from contextready.train.plan import make_plan
 
-SMALL = ("convert", "demo-d1", "demo-n1-ffn", "mini-d1", "mini-finetune", "mini-n1", "mini-n1-ffn", "pointer-mini")
+SMALL = (
+    *("convert", "demo-d1", "demo-n1-ffn", "mini-d1", "mini-d1-paper", "mini-finetune", "mini-n1", "mini-n1-ffn"),
+    "pointer-mini",
+)
 
 
 def test_the_recipes_are_the_small_ones_and_the_papers():

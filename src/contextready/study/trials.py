@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from contextready.train import trials
 
 PAPER = ("gradient=unroll", "passes=2..5", "correction_init=random", "correction_scale=1")
-"""Training as in the paper."""
+"""Training as in the paper, like the recipe mini-d1-paper."""
 FIRST = "1@0.5,2@0.3,2..4@0.2"
 """A transformer for half of the steps. Then its correction, still zero, is trained too."""
 WAYS = {
