@@ -1,0 +1,107 @@
+"""The size of the correction in Hugging Face models: set from the embeddings, kept in every format."""
+
+import pytest
+import torch
+from hf_finetune_helpers import WORDS, make_place
+from hf_helpers import KNOWN, crt, logits, randomise, refused, save, some_tokens, tiny_lm, train_tokenizer
+from train_helpers import make_data, run
+from transformers import AutoModelForCausalLM
+
+import contextready.hf.modeling  # noqa: F401  (registers its classes)
+from contextready.hf.finetune import embedding_size
+from contextready.hf.modeling import ContextReadyForCausalLM
+from contextready.runs.checkpoint import open_checkpoint
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return make_place(tmp_path_factory.mktemp("scale"))
+
+
+def words(place, out, **changes):
+    settings = {"pretrained": place / "llama", "data": place / "corpus" / "data", "out": out} | WORDS | changes
+    return ["train", "convert", *(f"{key}={value}" for key, value in settings.items())]
+
+
+def test_the_size_of_embeddings_is_their_root_mean_square():
+    lm = tiny_lm("llama")
+    weight = lm.get_input_embeddings().weight
+    torch.nn.init.normal_(weight, std=0.37)
+    assert embedding_size(lm) == pytest.approx(weight.float().pow(2).mean().sqrt().item(), rel=1e-3)
+
+
+def test_it_is_measured_after_a_family_has_multiplied_its_embeddings():
+    lm = tiny_lm("gemma")
+    tokens = torch.arange(lm.config.vocab_size)[None]
+    e = ContextReadyForCausalLM.wrap(lm).model.backbone.embed(tokens)
+    assert embedding_size(lm) == pytest.approx(e.float().pow(2).mean().sqrt().item(), rel=1e-2)
+
+
+def test_embeddings_of_zero_give_no_factor():
+    lm = tiny_lm("llama")
+    torch.nn.init.zeros_(lm.get_input_embeddings().weight)
+    assert embedding_size(lm) == 1.0
+
+
+def test_crt_convert_sets_it_from_the_embeddings_unless_it_is_given(place, tmp_path, capsys):
+    lm = AutoModelForCausalLM.from_pretrained(place / "llama")
+    crt("convert", place / "llama", tmp_path / "default")
+    crt("convert", place / "llama", tmp_path / "one", "--scale", "1")
+    found = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("default", "one")]
+    assert [model.config.correction_scale for model in found] == [embedding_size(lm), 1.0]
+    assert [model.model.correction.scale for model in found] == [embedding_size(lm), 1.0]
+    said = refused(capsys, "convert", place / "llama", tmp_path / "bad", "--scale", "0")
+    assert "correction_scale must be greater than 0" in said
+
+
+@pytest.mark.parametrize("gain", [None, "scalar", "channel"])
+def test_a_scaled_model_is_saved_and_loaded_with_its_factor(gain, tmp_path):
+    lm = tiny_lm("llama", vocab_size=KNOWN).float()
+    model = ContextReadyForCausalLM.wrap(lm, correction_scale=0.3, correction_gain=gain)
+    randomise(model)
+    save(tmp_path / "model", model, train_tokenizer(tmp_path / "tokenizer"))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokens = some_tokens()
+    assert torch.equal(logits(again, tokens, passes=4), logits(model, tokens, passes=4))
+    model.model.correction.scale, model.model.correction.gain = 1.0, None
+    assert not torch.equal(logits(again, tokens, passes=4), logits(model, tokens, passes=4))
+
+
+@pytest.mark.parametrize("gain", [None, "channel"])
+def test_a_scaled_run_goes_to_hugging_face_and_back(gain, tmp_path):
+    data = make_data(tmp_path / "corpus")
+    run(data, tmp_path / "run", steps=2, correction_scale=0.3, correction_gain=gain)
+    crt("convert", tmp_path / "run", tmp_path / "hf")
+    crt("convert", tmp_path / "hf", tmp_path / "back")
+    native, back = (open_checkpoint(tmp_path / name).model().eval() for name in ("run", "back"))
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    tokens = torch.randint(300, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = native(tokens, passes=10)
+        assert torch.equal(back(tokens, passes=10), expected)
+        assert torch.equal(hf(tokens, passes=10).logits, expected)
+
+
+def test_a_run_keeps_the_factor_that_it_began_with(place, tmp_path):
+    crt(*words(place, tmp_path / "run", steps=2))
+    checkpoint = open_checkpoint(tmp_path / "run")
+    size = embedding_size(AutoModelForCausalLM.from_pretrained(place / "llama"))
+    assert checkpoint.described["correction_scale"] == size
+    # Training has changed the embeddings, but not the factor.
+    assert embedding_size(checkpoint.model().backbone.lm) != size
+    assert checkpoint.model().correction.scale == size
+    crt("convert", tmp_path / "run", tmp_path / "out")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.correction_scale == size
+    crt(*words(place, tmp_path / "run", steps=3))
+    assert open_checkpoint(tmp_path / "run").model().correction.scale == size
+
+
+def test_the_factor_of_a_converted_folder_is_kept_or_changed_while_it_is_untrained(place, tmp_path, capsys):
+    crt("convert", place / "llama", tmp_path / "folder", "--scale", "0.5")
+    crt(*words(place, tmp_path / "kept", steps=1, pretrained=tmp_path / "folder"))
+    assert open_checkpoint(tmp_path / "kept").model().correction.scale == 0.5
+    crt(*words(place, tmp_path / "other", steps=1, pretrained=tmp_path / "folder", correction_scale=0.25))
+    assert open_checkpoint(tmp_path / "other").model().correction.scale == 0.25
+    crt("convert", tmp_path / "kept", tmp_path / "trained")
+    said = refused(capsys, *words(place, tmp_path / "bad", pretrained=tmp_path / "trained", correction_scale=0.25))
+    assert "already has a trained correction with correction_scale=0.5; set correction_scale=0.5" in said
