@@ -25,6 +25,8 @@ from contextready.train.trials import settings_of, with_changes
 
 EVALUATION = "evaluation.json"
 PASSES = (1, 2, 3, 5, 10)
+EVALUATED_TOKENS = 1 << 16
+"""Validation tokens of the evaluation, as many as the recipes score during training."""
 TOLERANCES = (1e-1, 1e-2, 1e-3)
 """Largest relative changes of z at which a prompt counts as read."""
 PROMPT_ROWS = 16
@@ -78,7 +80,8 @@ def evaluate_run(run: Path) -> Record:
             return known
     checkpoint = open_checkpoint(newest)
     data = data_of(checkpoint, None)
-    found = evaluate_checkpoint(checkpoint, data, torch.device("cpu"), passes=PASSES).as_record()
+    device = torch.device("cpu")
+    found = evaluate_checkpoint(checkpoint, data, device, passes=PASSES, tokens=EVALUATED_TOKENS).as_record()
     found |= {"checkpoint": newest.name, "prompt_passes": _prompt_passes(checkpoint, data)}
     write_json(path, found)
     return found

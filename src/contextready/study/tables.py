@@ -21,8 +21,7 @@ LEGEND = """\
 Perplexities are on the validation tokens of the learning curve (eval_tokens), those of context-ready models at their
 largest K. ± is the standard deviation over seeds; a single seed has none. "Equal tokens" and "equal compute" compare
 with the transformer of the same cost per generated token after the same training tokens, and after the same
-multiply-accumulates. "Streamed" compares the perplexity with one pass per token with that at K=10, on the whole
-validation split."""
+multiply-accumulates. "Streamed" compares the perplexity with one pass per token with that at K=10."""
 
 
 class Runs:
