@@ -68,11 +68,14 @@ def test_a_scaled_model_is_saved_and_loaded_with_its_factor(gain, tmp_path):
 
 
 @pytest.mark.parametrize("gain", [None, "channel"])
-def test_a_scaled_run_goes_to_hugging_face_and_back(gain, tmp_path):
+def test_a_scaled_run_goes_to_hugging_face_and_back(gain, tmp_path, capsys):
     data = make_data(tmp_path / "corpus")
     run(data, tmp_path / "run", steps=2, correction_scale=0.3, correction_gain=gain)
     crt("convert", tmp_path / "run", tmp_path / "hf")
     crt("convert", tmp_path / "hf", tmp_path / "back")
+    for source in ("run", "hf"):
+        said = refused(capsys, "convert", tmp_path / source, tmp_path / "no", "--scale", "1")
+        assert "--scale applies to a correction that is added to a model" in said
     native, back = (open_checkpoint(tmp_path / name).model().eval() for name in ("run", "back"))
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     tokens = torch.randint(300, (2, 9), generator=torch.Generator().manual_seed(0))

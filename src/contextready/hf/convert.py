@@ -126,10 +126,15 @@ def convert(
             f"choose one of: {usable}."
         )
     path = Path(source)
+    unscaled = ContextReadyError(f"--scale applies to a correction that is added to a model, but {source} has its own.")
     if path.is_dir() and not is_pretrained(path):
+        if scale is not None:
+            raise unscaled
         return _from_run(path, out, best)
     lm = load_lm(source, dtype="auto")
     if isinstance(lm, ContextReadyForCausalLM | BaseTransformerForCausalLM):
+        if scale is not None:
+            raise unscaled
         to_native(path, lm, out)
         what = f"Wrote {out}, a native checkpoint. Next: crt eval {out} --data DATA"
         return Conversion(out, "checkpoint", what)
