@@ -107,13 +107,13 @@ def ways_table(records: Sequence[Record]) -> str | None:
     """One line per shape and way to train, against the same transformer."""
     lines = []
     for shape in SHAPES:
-        plain = Runs(records, f"n{shape.key}")
+        plain, of_shape = Runs(records, f"n{shape.key}"), []
         ways = {"": "recipe: K=2, then K=2..4"} | {f"-{key}": name for key, (name, _) in WAYS.items()}
         for key, name in ways.items():
             ready = Runs(records, f"d{shape.key}{key}")
             if not ready or not plain:
                 continue
-            lines.append(
+            of_shape.append(
                 [
                     f"D={shape.layers} C={shape.width}",
                     name,
@@ -124,8 +124,10 @@ def ways_table(records: Sequence[Record]) -> str | None:
                     percent(ready.streamed(), 2),
                 ]
             )
+        # The recipe alone is in the first table.
+        lines += of_shape if len(of_shape) > 1 else []
     head = ["model", "training", "seeds", "cost of a step", "perplexity", "equal compute", "streamed"]
-    return aligned([head, *lines]) if len(lines) > len(SHAPES) else None
+    return aligned([head, *lines]) if lines else None
 
 
 def scale_table(records: Sequence[Record]) -> str | None:
@@ -144,7 +146,7 @@ def scale_table(records: Sequence[Record]) -> str | None:
         if plain:
             at = [exp(plain.loss_at(seed, "step", steps)) for seed in plain.by_seed if seed == 0]
             lines.setdefault("transformer at equal tokens", [""] * (len(columns) - 1)).append(spread(at))
-    rows = [[name, *cells, *[""] * (len(columns) - len(cells))] for name, cells in lines.items()]
+    rows = [[name, *cells, *[""] * (len(columns) - len(cells))] for name, cells in lines.items() if any(cells)]
     return aligned([["factor on the correction", *columns], *rows]) if columns else None
 
 
