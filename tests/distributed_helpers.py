@@ -26,7 +26,7 @@ from contextready.cli.main import main
 from contextready.errors import ContextReadyError
 from contextready.runs.checkpoint import open_checkpoint, unshard
 from contextready.train import trainer as trainers
-from contextready.train.objective import Loss, Objective
+from contextready.train.objective import Objective
 from contextready.train.saving import save_checkpoint
 from contextready.train.team import joined, local_part
 from contextready.train.trainer import Interrupts, Trainer
@@ -93,8 +93,8 @@ def do_break(team, settings, what, rank, step):
         if at.progress.step != step or team.rank != rank:
             return loss
         if what == "loss":
-            return Loss(loss.mean * float("nan"), loss.residual)
-        loss.mean.register_hook(lambda gradient: gradient * float("nan"))
+            return loss._replace(mean=loss.mean * float("nan"), total=loss.total * float("nan"))
+        loss.total.register_hook(lambda gradient: gradient * float("nan"))
         return loss
 
     at.source.read, Objective.forward = remember, break_it
