@@ -21,7 +21,7 @@ class TrainingExperiment:
     help = """\
 parts of training (default: headline):
   headline                one context-ready layer (C=128) and the transformer with the same cost
-                          per generated token; about 15 minutes on two cores
+                          per generated token; minutes on two cores
   compute                 the same for four shapes: D=1 C=128, and D=1, 2 and 4 at C=256
   ways                    the same shapes trained in other ways: the paper's unroll, K=2 only,
                           stages of K, and a transformer that is converted half-way

@@ -72,7 +72,8 @@ def spread(values: Sequence[float], digits: int = 1, signed: bool = False) -> st
     """Format the mean and, for several values, their standard deviation."""
     if not values:
         return ""
-    mean = f"{fmean(values):{'+' if signed else ''}.{digits}f}"
+    # Adding 0 turns the "-0.0" of tiny negative numbers into "0.0".
+    mean = f"{round(fmean(values), digits) + 0.0:{'+' if signed else ''}.{digits}f}"
     return mean if len(values) == 1 else f"{mean} ± {stdev(values):.{digits}f}"
 
 
