@@ -109,10 +109,20 @@ def test_the_largest_number_of_saved_settings():
 
 
 def test_defaults_depend_on_the_gradient():
-    assert (settings().gradient, settings().passes) == ("truncated", "2@0.8,2..4@0.2")
+    assert (settings().gradient, settings().passes) == ("truncated", "1@0.5,2@0.4,2..3@0.1")
     assert settings(gradient="unroll").passes == "2..5"
     assert settings(gradient="bptt").passes is None
     assert settings(correction=None).passes == "1"
+
+
+def test_only_new_models_of_text_start_as_transformers():
+    """Trained weights need no such start, and a task may need the correction from the first step."""
+    later = "2@0.9,2..3@0.1"
+    assert settings(init_from="runs/other").passes == later
+    shape = {key: value for key, value in SHAPE.items() if key not in ("vocab_size", "data")}
+    assert build_run(shape | {"task": "pointer", "hops": 2, "gradient": "truncated"}).train.passes == later
+    pretrained = build_run({"pretrained": "some/model", "data": "d", "out": "o"})
+    assert pretrained.train.passes == later
 
 
 def test_a_run_with_stages_cannot_be_extended():

@@ -58,7 +58,7 @@ def test_every_recipe_resolves_and_builds(data, name):
 def test_the_recipe_for_pretrained_models(data):
     run = resolve("convert", ["pretrained=some/model", f"data={data}"])
     assert run.model == PretrainedModelConfig("some/model")
-    assert (run.train.passes, run.train.out) == ("2@0.8,2..4@0.2", "runs/convert")
+    assert (run.train.passes, run.train.out) == ("2@0.9,2..3@0.1", "runs/convert")
     words = {"correction": "concat", "correction_init": "random", "tune": "lora", "lora_rank": "3"}
     words |= {"correction_scale": "0.1", "correction_gain": "scalar"}
     assert {"pretrained", *words} == set(PRETRAINED_KEYS)

@@ -17,18 +17,20 @@ from contextready.model.cost import account
 from contextready.runs.checkpoint import open_checkpoint
 from contextready.runs.metrics import read_metrics
 from contextready.runs.recipes import resolve
+from contextready.solve.prefill import prefill
 from contextready.solve.unroll import unroll
 from contextready.study.results import EVALUATION, TOLERANCES, jobs_of, read_records
 from contextready.study.tables import Runs, as_markdown, percent, spread, tables_of
 from contextready.study.trials import PARTS, SHAPES, WAYS, trials_of
+from contextready.train.cost import step_macs
 
 TINY = ["steps=4", "batch_size=2", "block_size=16", "eval_tokens=64", "eval_every=2", "save_every=4"]
 TINY += ["precision=fp32", "warmup=1"]
 
 
-def resolved(trial, out="runs"):
+def resolved(trial, out="runs", vocabulary=300):
     words = trial.words(0, out)
-    more = ["pretrained=some/model"] if trial.recipe == "convert" else ["vocab_size=300"]
+    more = ["pretrained=some/model"] if trial.recipe == "convert" else [f"vocab_size={vocabulary}"]
     return resolve(words[0], [*words[1:], *more])
 
 
@@ -40,15 +42,37 @@ def test_every_row_resolves_and_is_another_run(tmp_path):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_both_models_of_a_shape_cost_the_same_per_generated_token(shape, tmp_path):
-    rows = {trial.key: resolved(trial, tmp_path) for trial in trials_of(["compute"])}
-    ready, plain = rows[f"d{shape.key}"], rows[f"n{shape.key}"]
-    assert account(ready.model).macs == account(plain.model).macs
-    assert (ready.model.layers, ready.model.width) == (plain.model.layers, plain.model.width)
+def test_the_models_of_a_shape_cost_the_same_per_generated_token(shape, tmp_path):
+    rows = {trial.key: resolved(trial, tmp_path, vocabulary=4096) for trial in trials_of(["controls"])}
+    ready, plain, wider, bare = (rows[f"{kind}{shape.key}"] for kind in "dnwp")
+    cost = account(ready.model).macs
+    assert cost == account(plain.model).macs > account(bare.model).macs
+    assert account(wider.model).macs == pytest.approx(cost, rel=0.02)
+    for other in (plain, bare):
+        assert (ready.model.layers, ready.model.width) == (other.model.layers, other.model.width)
     assert (ready.model.layers, ready.model.width) == (shape.layers, shape.width)
-    changed = {key for key, value in vars(ready.train).items() if getattr(plain.train, key) != value}
-    assert changed == {"out", "steps", "passes", "gradient"}
-    assert plain.train.steps > ready.train.steps
+    assert wider.model.layers == shape.layers
+    for other in (plain, wider, bare):
+        changed = {key for key, value in vars(ready.train).items() if getattr(other.train, key) != value}
+        assert changed == {"out", "passes", "gradient"}
+
+
+@pytest.mark.parametrize(("words", "steps"), [([], 2000), (["steps=50"], 50)])
+def test_transformers_train_long_enough_to_compare_at_equal_compute(words, steps, tmp_path):
+    rows = [trial for trial in trials_of(["controls"]) if trial.shape == SHAPES[0]]
+    made = {job.out.name: job for job in jobs_of(rows, [0], tmp_path, ["vocab_size=4096", *words])}
+    assert {name: job.steps for name, job in made.items()} == {
+        "d1-c128-seed0": steps,
+        "n1-c128-seed0": round(1.2 * steps),
+        "w1-c128-seed0": round(1.2 * steps),
+        "p1-c128-seed0": round(1.3 * steps),
+    }
+    spent = {}
+    for name, job in made.items():
+        run = resolve(job.words[1], job.words[2:])
+        assert run.train.steps == job.steps
+        spent[name] = job.steps * step_macs(account(run.model), run.train)
+    assert min(spent, key=spent.__getitem__) == "d1-c128-seed0"
 
 
 def test_the_recipe_is_what_crt_train_does_without_settings(tmp_path):
@@ -58,7 +82,7 @@ def test_the_recipe_is_what_crt_train_does_without_settings(tmp_path):
     paper = {trial.key: resolved(trial, tmp_path) for trial in trials_of(["ways"])}["d1-c128-paper"]
     assert (paper.train.gradient, paper.train.passes) == ("unroll", "2..5")
     assert (paper.model.correction_init, paper.model.correction_scale) == ("random", 1.0)
-    assert len(trials_of(["ways"])) == len(SHAPES) * (2 + len(WAYS))
+    assert len(trials_of(["ways"])) == 2 * len(SHAPES) + sum(len(way.shapes) for way in WAYS.values())
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +110,7 @@ def test_the_runs_are_trained_evaluated_and_reported(made):
         curve = read_metrics(out / f"{record['key']}-seed{record['seed']}")
         losses = [r["val_loss"] for r in curve if r.get("val_loss") is not None]
         assert record["curve"]["val_loss"] == losses
-        assert len(losses) == 3
+        assert len(losses) == (3 if record["key"] == "d1-c128" else 4)
         assert str(out) not in json.dumps(record)
         assert (record["evaluation"]["sequential"] is None) == (record["key"] == "n1-c128")
 
@@ -103,15 +127,25 @@ def test_nothing_is_trained_or_evaluated_twice(made, capsys):
     assert (out / "d1-c128-seed0" / EVALUATION).stat().st_mtime_ns == before
 
 
-def test_the_passes_of_a_prompt_are_those_after_which_it_changes_little(made):
+def test_prompts_are_read_with_every_solver_and_their_errors_are_true(made):
     out, data, _ = made
     records = read_records(trials_of(["headline"]), out)
-    (found,) = [r["evaluation"]["prompt_passes"] for r in records if (r["key"], r["seed"]) == ("d1-c128", 0)]
+    assert [r["evaluation"]["prompts"] for r in records if r["key"] == "n1-c128"] == [None, None]
+    (found,) = [r["evaluation"]["prompts"] for r in records if (r["key"], r["seed"]) == ("d1-c128", 0)]
     model = open_checkpoint(out / "d1-c128-seed0").model().eval()
     ids = np.fromfile(data / "val-00000.bin", "<u2").astype("int64")[: 16 * 16].reshape(16, 16)
+    rows = [torch.from_numpy(row[None]) for row in ids]
+    with torch.no_grad():
+        exact = [model.read(model.backbone.embed(row), model.init_state(1))[0] for row in rows]
     for tolerance in TOLERANCES:
-        needed = [unroll(model, torch.from_numpy(row[None]), tolerance=tolerance)[1].passes for row in ids]
-        assert found[f"{tolerance:g}"] == pytest.approx(sum(needed) / 16)
+        with torch.no_grad():
+            solved = [unroll(model, row, tolerance=tolerance)[0] for row in rows]
+        errors = [float((z - e).norm(dim=-1).div(e.norm(dim=-1)).max()) for z, e in zip(solved, exact, strict=True)]
+        assert found["jacobi"][f"{tolerance:g}"]["error"] == pytest.approx(np.mean(errors), rel=1e-2, abs=1e-6)
+        costs = [prefill(model, row, solver="jacobi", tolerance=tolerance).info.cost for row in rows]
+        assert found["jacobi"][f"{tolerance:g}"]["cost"] == pytest.approx(np.mean(costs))
+        # A prompt of one segment is read one token at a time.
+        assert found["sweep"][f"{tolerance:g}"]["error"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_part_that_needs_a_pretrained_model_says_so(tmp_path, capsys):
@@ -136,6 +170,9 @@ def test_bad_input_is_one_sentence(words, message, tmp_path, capsys):
     assert err.count("\n") == 1
 
 
+MODEL = {"vocab_size": 8, "width": 4, "layers": 1, "heads": 2}
+
+
 def record(key, seed, perplexities, macs, streamed=100.0, **more):
     """A made-up run with a curve of one validation per step."""
     steps = list(range(len(perplexities)))
@@ -143,7 +180,10 @@ def record(key, seed, perplexities, macs, streamed=100.0, **more):
         "sequential": {"perplexity": streamed},
         "parallel": {"10": {"perplexity": 100.0}},
         "norm_rate": 0.5,
-        "prompt_passes": {"0.1": 2.0, "0.01": 4.0, "0.001": 6.0},
+        "prompts": {
+            solver: {f"{tolerance:g}": {"cost": 2.0, "error": 0.5} for tolerance in TOLERANCES}
+            for solver in ("jacobi", "sweep")
+        },
     }
     curve = {
         "step": steps,
@@ -151,7 +191,8 @@ def record(key, seed, perplexities, macs, streamed=100.0, **more):
         "macs": [macs * step for step in steps],
         "val_loss": [log(p) for p in perplexities],
     }
-    return {"key": key, "seed": seed, "curve": curve, "evaluation": evaluation} | more
+    model = {"pretrained": "base"} if key.startswith("convert") else MODEL
+    return {"key": key, "seed": seed, "model": model, "curve": curve, "evaluation": evaluation} | more
 
 
 def test_comparisons_are_at_equal_tokens_and_at_equal_compute():
@@ -186,7 +227,21 @@ def test_every_table_shows_its_rows():
     rows = trials_of(PARTS)
     records = [record(trial.key, seed, [9, 8, 7], macs=1) for trial in rows for seed in (0, 1)]
     tables = tables_of(records)
-    assert set(tables) == set(PARTS) - {"headline"}
+    assert set(tables) == set(PARTS) - {"headline"} | {"prompts"}
     for trial in rows:
         if trial.part not in ("compute",):
             assert trial.name in tables[trial.part]
+
+
+def test_conversions_are_compared_with_the_same_model_trained_further():
+    """The control makes more steps; its own row shows the step at which the others end."""
+    small, large = {"pretrained": "small"}, {"pretrained": "large"}
+    records = [
+        record("convert-continued", 0, [100, 90, 80, 70, 60, 50], macs=1, model=small),
+        record("convert-add", 0, [100, 95, 90, 80, 66], macs=1.25, model=small),
+        record("convert-add", 0, [9, 8, 7, 6, 5], macs=1, model=large),
+    ]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables_of(records)["conversion"].splitlines()]
+    assert lines[2][:5] == ["small", "trained further, no correction", "1", "100.000", "60.000"]
+    assert lines[3][:7] == ["small", "add", "1", "100.000", "66.000", "+10.00 %", "+32.00 %"]
+    assert lines[4][:7] == ["large", "add", "1", "9.000", "5.000", "", ""]

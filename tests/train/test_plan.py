@@ -181,7 +181,6 @@ def test_the_command_prints_all_of_it(capsys):
     [
         (["--gpus", "0"], "--gpus must be at least 1, but got 0"),
         (["--gpus", "3"], "batch_size=64 cannot be split over 3 processes"),
-        (["--gpus", "2", "passes=1"], "K=1 gives the correction no gradient"),
         (["--utilisation", "0"], "--utilisation must be greater than 0 and at most 1, but got 0"),
         (["gradient=implict"], "gradient=implict is unknown; did you mean 'implicit'?"),
         (["parallel=fdsp"], "parallel=fdsp is unknown; did you mean 'fsdp'?"),

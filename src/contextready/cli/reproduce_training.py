@@ -16,17 +16,18 @@ class TrainingExperiment:
     """Context-ready training against transformers at equal compute, and the choices behind the recipe."""
 
     scales = ("cpu",)
-    parts = ("headline", "compute", "ways", "scale", "convergence", "conversion")
+    parts = ("headline", "compute", "controls", "ways", "scale", "convergence", "conversion")
     default_part = "headline"
     help = """\
 parts of training (default: headline):
   headline                one context-ready layer (C=128) and the transformer with the same cost
                           per generated token; minutes on two cores
   compute                 the same for four shapes: D=1 C=128, and D=1, 2 and 4 at C=256
-  ways                    the same shapes trained in other ways: the paper's unroll, K=2 only,
-                          stages of K, and a transformer that is converted half-way
+  controls                the same shapes against other transformers: wider, and without the FFN
+  ways                    the same shapes trained in other ways: the paper's unroll, K=2 only, and
+                          other stages of K
   scale                   the size of the correction: fixed and learned factors, in short runs
-  convergence             the convergence term: quality, streaming, and passes for a prompt
+  convergence             the convergence term: quality, streaming, and the cost of prompts
   conversion              a pretrained model trained further, with and without a correction; needs
                           pretrained=FOLDER data=FOLDER
   all                     everything above

@@ -16,8 +16,10 @@ from contextready.runs.tasks import Task, split_task, task_as_dict, task_from_di
 from contextready.settings import build_settings
 
 PAPER_PASSES = 5
-DEFAULT_PASSES = {"truncated": "2@0.8,2..4@0.2", "unroll": f"2..{PAPER_PASSES}", "implicit": f"2..{PAPER_PASSES}"}
+DEFAULT_PASSES = {"truncated": "2@0.9,2..3@0.1", "unroll": f"2..{PAPER_PASSES}", "implicit": f"2..{PAPER_PASSES}"}
 """K for each gradient mode if it is not set. bptt makes no passes."""
+PASSES_FROM_SCRATCH = "1@0.5,2@0.4,2..3@0.1"
+"""The same for gradient=truncated, if the weights are new and the data is text: half of the steps as a transformer."""
 DEFAULT_SCALE = 0.02
 """The factor on a new correction's output if it is not set: the size of newly initialised embeddings."""
 OF_MODE = {"truncated_passes": "truncated", "adjoint_steps": "implicit", "adjoint_tolerance": "implicit"}
@@ -287,7 +289,7 @@ def build_run(settings: Mapping[str, Any]) -> RunConfig:
         raise ContextReadyError("out is empty; name a folder for the run, for example out=runs/mine.")
     if task is None and not train.data:
         raise ContextReadyError("data is empty; name a folder with prepared data, for example data=data/mini.")
-    return RunConfig(model, _settle_passes(model, train), task)
+    return RunConfig(model, _settle_passes(model, train, task), task)
 
 
 def build_model_settings(values: Mapping[str, Any]) -> ModelConfig | PretrainedModelConfig:
@@ -309,7 +311,7 @@ def _begun_well(settings: Mapping[str, Any]) -> dict[str, Any]:
     return filled
 
 
-def _settle_passes(model: ModelConfig | PretrainedModelConfig, train: TrainConfig) -> TrainConfig:
+def _settle_passes(model: ModelConfig | PretrainedModelConfig, train: TrainConfig, task: Task | None) -> TrainConfig:
     """Fill in K: a transformer makes one pass, and a context-ready model has a default for each gradient mode."""
     if model.correction is None:
         if train.passes not in (None, "1"):
@@ -330,7 +332,10 @@ def _settle_passes(model: ModelConfig | PretrainedModelConfig, train: TrainConfi
     if train.gradient == "bptt":
         # A recipe sets the number of passes for the other modes; bptt makes none.
         return dataclasses.replace(train, passes=None)
-    return dataclasses.replace(train, passes=train.passes or DEFAULT_PASSES[train.gradient])
+    default = DEFAULT_PASSES[train.gradient]
+    if train.gradient == "truncated" and isinstance(model, ModelConfig) and train.init_from is None and task is None:
+        default = PASSES_FROM_SCRATCH
+    return dataclasses.replace(train, passes=train.passes or default)
 
 
 def section_of(saved: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -23,17 +23,10 @@ FEWEST_BYTES = 10
 
 def check_for_team(config: RunConfig, processes: int) -> None:
     """Raise an error if this number of processes cannot train this run together."""
-    t = config.train
-    if processes == 1:
-        return
-    if t.batch_size % processes:
+    size = config.train.batch_size
+    if size % processes:
         raise ContextReadyError(
-            f"batch_size={t.batch_size} cannot be split over {processes} processes; use a multiple of {processes}."
-        )
-    if config.model.correction is not None and t.pass_schedule is not None and t.pass_schedule.least == 1:
-        raise ContextReadyError(
-            "K=1 gives the correction no gradient, but several processes would wait for one; set passes=2 or more, or "
-            "train in one process."
+            f"batch_size={size} cannot be split over {processes} processes; use a multiple of {processes}."
         )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -11,14 +12,16 @@ from contextready.data.shards import Data
 from contextready.errors import ContextReadyError
 from contextready.evaluate.evaluate import evaluate_checkpoint
 from contextready.files import read_json, write_json
-from contextready.measure.perplexity import PARALLEL_TOKENS
+from contextready.model.config import ModelConfig
+from contextready.model.transformer import Transformer
 from contextready.runs.checkpoint import data_of, newest_checkpoint, open_checkpoint
-from contextready.runs.config import with_new_names
+from contextready.runs.config import PretrainedModelConfig, with_new_names
 from contextready.runs.metrics import FILE, read_metrics
 from contextready.runs.recipes import resolve
 from contextready.runs.run_checks import check_same_run
 from contextready.settings import parse_assignments
-from contextready.solve.unroll import unroll
+from contextready.solve.norms import largest_change
+from contextready.solve.prefill import prefill
 from contextready.study.trials import Trial
 from contextready.train.jobs import Job
 from contextready.train.trials import settings_of, with_changes
@@ -28,9 +31,11 @@ PASSES = (1, 2, 3, 5, 10)
 EVALUATED_TOKENS = 1 << 16
 """Validation tokens of the evaluation, as many as the recipes score during training."""
 TOLERANCES = (1e-1, 1e-2, 1e-3)
-"""Largest relative changes of z at which a prompt counts as read."""
-PROMPT_ROWS = 16
-MOST_PROMPT_PASSES = 40
+"""Tolerances with which prompts are read."""
+PARALLEL_SOLVERS = ("jacobi", "sweep")
+PROMPTS = 16
+SEGMENT = 16
+"""Length of sweep's segments, which otherwise depends on the hardware."""
 OF_TRIALS = {
     *("out", "seed", "layers", "width", "correction", "passes", "gradient"),
     *("convergence_weight", "correction_init", "correction_scale", "correction_gain"),
@@ -55,6 +60,9 @@ def jobs_of(trials: Sequence[Trial], seeds: Sequence[int], out: Path, changes: S
         for trial in trials:
             words = with_changes(trial.words(seed, out), changes)
             folder, config = trial.folder(seed, out), resolve(words[0], words[1:])
+            if trial.longer != 1.0:
+                words = with_changes(words, [f"steps={round(trial.longer * config.train.steps)}"])
+                config = resolve(words[0], words[1:])
             newest = newest_checkpoint(folder)
             if newest is not None:
                 check_same_run(settings_of(folder).as_dict(), config, str(folder))
@@ -70,7 +78,7 @@ def newest_step(run: Path) -> tuple[int, float | None]:
 
 
 def evaluate_run(run: Path) -> Record:
-    """Evaluate a run once: perplexity by K and streamed, contraction, and passes that a prompt needs."""
+    """Evaluate a run once: perplexity by K and streamed, contraction, and what reading a prompt costs."""
     path = run / EVALUATION
     newest = newest_checkpoint(run)
     assert newest is not None
@@ -82,31 +90,37 @@ def evaluate_run(run: Path) -> Record:
     data = data_of(checkpoint, None)
     device = torch.device("cpu")
     found = evaluate_checkpoint(checkpoint, data, device, passes=PASSES, tokens=EVALUATED_TOKENS).as_record()
-    found |= {"checkpoint": newest.name, "prompt_passes": _prompt_passes(checkpoint, data)}
+    found |= {"checkpoint": newest.name, "prompts": _read_prompts(checkpoint, data)}
     write_json(path, found)
     return found
 
 
 @torch.inference_mode()
-def _prompt_passes(checkpoint: Any, data: Data) -> dict[str, float] | None:
-    """Return how many passes reading a prompt takes until no position changes by more than each tolerance, on average.
+def _read_prompts(checkpoint: Any, data: Data) -> dict[str, dict[str, dict[str, float]]] | None:
+    """Read prompts with each parallel solver and tolerance: the cost in plain passes, and the largest error of z.
 
-    A prompt is as long as a training sequence. One that has not settled after many passes counts as that many.
+    A prompt is as long as a training sequence. Costs and errors are means over prompts, and an error is relative to the
+    norm of the exact z at its position.
     """
     model = checkpoint.model().eval()
-    if not model.is_recurrent:
+    if not model.is_recurrent or not isinstance(model.backbone, Transformer):
         return None
     T = checkpoint.config["train"]["block_size"]
-    rows = min(PROMPT_ROWS, (len(data.tokens("val")) - 1) // T, PARALLEL_TOKENS // T)
-    ids = data.tokens("val").read(0, rows * T).astype("int64").reshape(rows, T)
-    _, info = unroll(model, torch.from_numpy(ids), min(MOST_PROMPT_PASSES, T + 1))
-    largest_KB = info.changes_KBT.amax(dim=2)
-    found = {}
-    for tolerance in TOLERANCES:
-        # The first of passes 2, 3, … that changes little confirms the one before it.
-        settled_KB = largest_KB <= tolerance
-        needed = [int(s.float().argmax()) + 2 if bool(s.any()) else info.passes for s in settled_KB.unbind(1)]
-        found[f"{tolerance:g}"] = sum(needed) / len(needed)
+    rows = min(PROMPTS, (len(data.tokens("val")) - 1) // T)
+    tokens_RT = torch.from_numpy(data.tokens("val").read(0, rows * T).astype("int64").reshape(rows, T))
+    # Such a state keeps the carried vectors of all positions.
+    start = model.init_state(1, history=T)
+    exact = [prefill(model, row_T[None], start, solver="sequential").state.carried_BRC for row_T in tokens_RT]
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for solver in PARALLEL_SOLVERS:
+        for tolerance in TOLERANCES:
+            costs, errors = [], []
+            for row_T, exact_1RC in zip(tokens_RT, exact, strict=True):
+                read = prefill(model, row_T[None], start, solver=solver, tolerance=tolerance, segment=SEGMENT)
+                assert read.info.cost is not None
+                costs.append(read.info.cost)
+                errors.append(largest_change(read.state.carried_BRC[:, -T:], exact_1RC[:, -T:]))
+            found.setdefault(solver, {})[f"{tolerance:g}"] = {"cost": fmean(costs), "error": fmean(errors)}
     return found
 
 
@@ -119,6 +133,11 @@ def finished_runs(trials: Sequence[Trial], out: Path) -> list[tuple[Trial, int]]
             if newest_checkpoint(run) is not None and newest_step(run)[0] >= settings_of(run).train.steps:
                 found.append((trial, seed))
     return found
+
+
+def _base(model: ModelConfig | PretrainedModelConfig) -> dict[str, str]:
+    """Return the name of the pretrained model, without the path to it."""
+    return {} if isinstance(model, ModelConfig) else {"pretrained": Path(model.pretrained).name}
 
 
 def read_records(
@@ -137,7 +156,7 @@ def read_records(
                 "key": trial.key,
                 "seed": seed,
                 "precision": open_checkpoint(run, verify=False).progress.precision,
-                "model": {key: value for key, value in asdict(config.model).items() if key != "pretrained"},
+                "model": asdict(config.model) | _base(config.model),
                 "train": {key: value for key, value in asdict(config.train).items() if key not in PLACES},
                 "curve": {key: [r[key] for r in curve] for key in ("step", "tokens", "macs", "seconds", "val_loss")},
                 "evaluation": evaluate_run(run),

@@ -6,22 +6,27 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-from contextready.study.results import TOLERANCES, Record
-from contextready.study.trials import PARTS, PROBED, SHAPES, WAYS, Shape, trials_of
+from contextready.model.config import ModelConfig
+from contextready.model.cost import account
+from contextready.study.results import PARALLEL_SOLVERS, TOLERANCES, Record
+from contextready.study.trials import CONTROLS, PROBED, RECIPE, SHAPES, WAYS, Shape, trials_of
 from contextready.train.trials import aligned
 
 TITLES = {
     "compute": "Equal training compute",
+    "controls": "Other transformers at equal training compute",
     "ways": "Other ways to train",
     "scale": "The size of the correction",
     "convergence": "The convergence term",
+    "prompts": "Reading prompts",
     "conversion": "Conversion of a pretrained model",
 }
 LEGEND = """\
 Perplexities are on the validation tokens of the learning curve (eval_tokens), those of context-ready models at their
 largest K. ± is the standard deviation over seeds; a single seed has none. "Equal tokens" and "equal compute" compare
 with the transformer of the same cost per generated token after the same training tokens, and after the same
-multiply-accumulates. "Streamed" compares the perplexity with one pass per token with that at K=10."""
+multiply-accumulates. "Streamed" compares the perplexity with one pass per token with that at K=10. The cost of reading
+a prompt is in plain passes over it, and its error is the largest relative error of z at any position."""
 
 
 class Runs:
@@ -29,6 +34,11 @@ class Runs:
 
     def __init__(self, records: Sequence[Record], key: str) -> None:
         self.by_seed = {r["seed"]: r for r in records if r["key"] == key}
+
+    @property
+    def macs_per_token(self) -> int:
+        """Multiply-accumulates per generated token."""
+        return account(ModelConfig(**next(iter(self.by_seed.values()))["model"])).macs
 
     def __bool__(self) -> bool:
         return bool(self.by_seed)
@@ -91,7 +101,7 @@ def compute_table(records: Sequence[Record]) -> str | None:
             continue
         lines.append(
             [
-                f"D={shape.layers} C={shape.width}",
+                shape.name,
                 str(len(ready.by_seed.keys() & plain.by_seed.keys())),
                 f"{ready.macs_per_step() / plain.macs_per_step():.2f} ×",
                 spread(ready.perplexities()),
@@ -104,30 +114,57 @@ def compute_table(records: Sequence[Record]) -> str | None:
     return aligned([head, *lines]) if lines else None
 
 
+def controls_table(records: Sequence[Record]) -> str | None:
+    """One line per shape and transformer: how the recipe compares with it."""
+    lines = []
+    for shape in SHAPES:
+        ready, of_shape = Runs(records, f"d{shape.key}"), []
+        for kind, name in CONTROLS.items():
+            plain = Runs(records, f"{kind}{shape.key}")
+            if not ready or not plain:
+                continue
+            width = shape.wider if kind == "w" else shape.width
+            of_shape.append(
+                [
+                    shape.name,
+                    f"N={shape.layers} C={width}, {name}",
+                    str(len(ready.by_seed.keys() & plain.by_seed.keys())),
+                    f"{plain.macs_per_token / ready.macs_per_token:.2f} ×",
+                    percent(ready.against(plain, "tokens")),
+                    percent(ready.against(plain, "macs")),
+                ]
+            )
+        # The first one alone is in the first table.
+        lines += of_shape if len(of_shape) > 1 else []
+    head = ["model", "transformer", "seeds", "its cost per token", "equal tokens", "equal compute"]
+    return aligned([head, *lines]) if lines else None
+
+
 def ways_table(records: Sequence[Record]) -> str | None:
     """One line per shape and way to train, against the same transformer."""
     lines = []
     for shape in SHAPES:
         plain, of_shape = Runs(records, f"n{shape.key}"), []
-        ways = {"": "recipe: K=2, then K=2..4"} | {f"-{key}": name for key, (name, _) in WAYS.items()}
+        ways = {"": RECIPE} | {f"-{key}": way.name for key, way in WAYS.items()}
         for key, name in ways.items():
             ready = Runs(records, f"d{shape.key}{key}")
             if not ready or not plain:
                 continue
             of_shape.append(
                 [
-                    f"D={shape.layers} C={shape.width}",
+                    shape.name,
                     name,
                     str(len(ready.by_seed)),
                     f"{ready.macs_per_step() / plain.macs_per_step():.2f} ×",
                     spread(ready.perplexities()),
+                    percent(ready.against(plain, "tokens")),
                     percent(ready.against(plain, "macs")),
                     percent(ready.streamed(), 2),
                 ]
             )
         # The recipe alone is in the first table.
         lines += of_shape if len(of_shape) > 1 else []
-    head = ["model", "training", "seeds", "cost of a step", "perplexity", "equal compute", "streamed"]
+    head = ["model", "training", "seeds", "cost of a step", "perplexity", "equal tokens", "equal compute", "streamed"]
     return aligned([head, *lines]) if lines else None
 
 
@@ -140,7 +177,7 @@ def scale_table(records: Sequence[Record]) -> str | None:
         keys = {key: name for key, name in names.items() if key.startswith(f"scale-d{shape.key}-")}
         if not any(Runs(records, key) for key in keys):
             continue
-        columns.append(f"D={shape.layers} C={shape.width}, {steps} steps")
+        columns.append(f"{shape.name}, {steps} steps")
         for key, name in keys.items():
             lines.setdefault(name, [""] * (len(columns) - 1)).append(spread(Runs(records, key).perplexities()))
         plain = Runs(records, f"n{shape.key}")
@@ -151,52 +188,72 @@ def scale_table(records: Sequence[Record]) -> str | None:
     return aligned([["factor on the correction", *columns], *rows]) if columns else None
 
 
+def _by_weight(records: Sequence[Record]) -> list[tuple[str, Runs]]:
+    """The rows of the convergence term that have runs, under their names."""
+    rows = [
+        (t.name if t.part == "convergence" else "weight 0", Runs(records, t.key)) for t in trials_of(["convergence"])
+    ]
+    return [(name, runs) for name, runs in rows if runs]
+
+
 def convergence_table(records: Sequence[Record]) -> str | None:
-    """The convergence term: quality, streaming, contraction, and passes that a prompt needs."""
+    """The convergence term: quality, streaming and contraction."""
     lines = []
-    for trial in trials_of(["convergence"]):
-        runs = Runs(records, trial.key)
-        if not runs:
-            continue
+    for name, runs in _by_weight(records):
         found = [r["evaluation"] for r in runs.by_seed.values()]
-        prompts = [spread([e["prompt_passes"][f"{t:g}"] for e in found]) for t in TOLERANCES]
-        name = "weight 0" if trial.part != "convergence" else trial.name
         rate = spread([e["norm_rate"] for e in found], 2)
-        lines.append([name, str(len(found)), spread(runs.perplexities()), percent(runs.streamed(), 2), rate, *prompts])
+        lines.append([name, str(len(found)), spread(runs.perplexities()), percent(runs.streamed(), 2), rate])
     head = ["convergence term", "seeds", "perplexity", "streamed", "L̂ (norm)"]
-    head += [f"passes to {tolerance:g}" for tolerance in TOLERANCES]
     return aligned([head, *lines]) if len(lines) > 1 else None
 
 
-def conversion_table(records: Sequence[Record]) -> str | None:
-    """A pretrained model trained further in several ways."""
+def prompts_table(records: Sequence[Record]) -> str | None:
+    """What reading a prompt costs with the models of the convergence term, by solver and tolerance."""
     lines = []
-    for trial in trials_of(["conversion"]):
-        runs = Runs(records, trial.key)
-        if not runs:
-            continue
-        before = [exp(r["curve"]["val_loss"][0]) for r in runs.by_seed.values()]
-        plain = Runs(records, "convert-continued")
-        compared = [percent(runs.against(plain, axis), 2) if plain and trial.ready else "" for axis in ("step", "macs")]
-        lines.append(
-            [
-                trial.name,
-                str(len(before)),
-                spread(before, 3),
-                spread(runs.perplexities(), 3),
-                *compared,
-                percent(runs.streamed(), 3),
+    rows = _by_weight(records)
+    for name, runs in rows if len(rows) > 1 else ():
+        found = [r["evaluation"]["prompts"] for r in runs.by_seed.values() if r["evaluation"].get("prompts")]
+        for solver in PARALLEL_SOLVERS if found else ():
+            cells = [[e[solver][f"{tolerance:g}"] for e in found] for tolerance in TOLERANCES]
+            shown = [
+                f"{spread([c['cost'] for c in cell])} (error {fmean(c['error'] for c in cell):.0e})" for cell in cells
             ]
-        )
-    head = ["training", "seeds", "before", "after", "equal steps", "equal compute", "streamed"]
+            lines.append([name, solver, str(len(found)), *shown])
+    head = ["convergence term", "solver", "seeds", *(f"tolerance {tolerance:g}" for tolerance in TOLERANCES)]
+    return aligned([head, *lines]) if lines else None
+
+
+def conversion_table(records: Sequence[Record]) -> str | None:
+    """Pretrained models trained further in several ways."""
+    lines = []
+    bases = dict.fromkeys(r["model"]["pretrained"] for r in records if "pretrained" in r["model"])
+    for base in bases:
+        of_base = [r for r in records if r["model"].get("pretrained") == base]
+        plain = Runs(of_base, "convert-continued")
+        for trial in trials_of(["conversion"]):
+            runs = Runs(of_base, trial.key)
+            if not runs:
+                continue
+            before = [exp(r["curve"]["val_loss"][0]) for r in runs.by_seed.values()]
+            # The control makes more steps, so its row shows where the others end.
+            ends = [runs.end(seed, "step") / trial.longer for seed in runs.by_seed]
+            after = [exp(runs.loss_at(seed, "step", end)) for seed, end in zip(runs.by_seed, ends, strict=True)]
+            compared = [
+                percent(runs.against(plain, axis), 2) if plain and trial.ready else "" for axis in ("step", "macs")
+            ]
+            cells = [spread(before, 3), spread(after, 3), *compared, percent(runs.streamed(), 3)]
+            lines.append([base, trial.name, str(len(before)), *cells])
+    head = ["model", "training", "seeds", "before", "after", "equal steps", "equal compute", "streamed"]
     return aligned([head, *lines]) if lines else None
 
 
 TABLES = {
     "compute": compute_table,
+    "controls": controls_table,
     "ways": ways_table,
     "scale": scale_table,
     "convergence": convergence_table,
+    "prompts": prompts_table,
     "conversion": conversion_table,
 }
 
@@ -218,4 +275,4 @@ def shapes_with_pairs(records: Sequence[Record]) -> list[Shape]:
     return [s for s in SHAPES if Runs(records, f"d{s.key}") and Runs(records, f"n{s.key}")]
 
 
-assert set(TITLES) == set(TABLES) == set(PARTS) - {"headline"}
+assert set(TITLES) == set(TABLES)

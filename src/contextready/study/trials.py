@@ -1,4 +1,4 @@
-"""The runs of the study: shapes, ways to train, the size of the correction, the convergence term, and conversion."""
+"""The runs of the study: shapes, transformers to compare with, ways to train, and what a correction starts from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,17 +7,62 @@ from contextready.train import trials
 
 PAPER = ("gradient=unroll", "passes=2..5", "correction_init=random", "correction_scale=1")
 """Training as in the paper, like the recipe mini-d1-paper."""
-FIRST = "1@0.5,2@0.3,2..4@0.2"
-"""A transformer for half of the steps. Then its correction, still zero, is trained too."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The layers and width of a context-ready model, and the steps that it makes."""
+
+    layers: int
+    width: int
+    wider: int
+    """The width with which a transformer of as many layers costs about as much per generated token."""
+    steps: int
+
+    @property
+    def key(self) -> str:
+        """The name in folders."""
+        return f"{self.layers}-c{self.width}"
+
+    @property
+    def name(self) -> str:
+        """The name in tables."""
+        return f"D={self.layers} C={self.width}"
+
+
+SHAPES = (Shape(1, 128, 144, 2000), Shape(1, 256, 304, 1200), Shape(2, 256, 288, 1200), Shape(4, 256, 272, 500))
+RECIPE = "recipe: K=1, K=2, then K=2..3"
+"""The default of crt train, as a name."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """Another way to train than the recipe."""
+
+    name: str
+    settings: tuple[str, ...]
+    shapes: tuple[Shape, ...] = SHAPES
+
+
 WAYS = {
-    "paper": ("paper's unroll, K=2..5", PAPER),
-    "k2": ("K=2 throughout", ("passes=2",)),
-    "k23": ("K=2..3 throughout", ("passes=2..3",)),
-    "first": ("transformer first, then converted", (f"passes={FIRST}",)),
+    "paper": Way("paper's unroll, K=2..5", PAPER),
+    "k2": Way("K=2 throughout", ("passes=2",)),
+    "late": Way("K=2, then K=2..4", ("passes=2@0.8,2..4@0.2",), SHAPES[:3]),
+    "k23": Way("K=2..3 throughout", ("passes=2..3",), SHAPES[:1]),
+    "first70": Way("K=1 for 70 %, K=2, then K=2..3", ("passes=1@0.7,2@0.2,2..3@0.1",), SHAPES[2:3]),
 }
-"""Other ways to train than the recipe: a name and the settings."""
+CONTROLS = {
+    "n": "one more FFN",
+    "w": "wider",
+    "p": "nothing added",
+}
+"""Transformers with as many layers: the first two cost as much per generated token, the last one costs less."""
+LONGER = {"n": 1.2, "w": 1.2, "p": 1.3}
+"""How many times as many steps they make, so that their curves cover the compute of the context-ready model."""
 SCALES = ("1", "0.1", "0.02", "0.005")
 GAINS = ("scalar", "channel")
+PROBED = ((SHAPES[0], 500), (SHAPES[2], 300), (SHAPES[3], 200))
+"""Where the size of the correction is chosen: shapes, and steps of these short runs."""
 WEIGHTS = ("0.1", "1")
 CONVERSIONS = {
     "continued": ("trained further, no correction", ("correction=none",)),
@@ -28,33 +73,9 @@ CONVERSIONS = {
     "balanced-unscaled": ("balanced, unscaled", ("correction=balanced", "correction_scale=1")),
 }
 """How a pretrained model is trained further."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The layers and width of a context-ready model, and the steps that it and its transformer make."""
-
-    layers: int
-    width: int
-    steps: int
-
-    @property
-    def key(self) -> str:
-        """The name in folders."""
-        return f"{self.layers}-c{self.width}"
-
-    @property
-    def settings(self) -> tuple[str, ...]:
-        """The settings of both models."""
-        return (f"layers={self.layers}", f"width={self.width}")
-
-
-SHAPES = (Shape(1, 128, 2000), Shape(1, 256, 1200), Shape(2, 256, 1200), Shape(4, 256, 1000))
-PROBED = ((SHAPES[0], 500), (SHAPES[2], 300), (SHAPES[3], 300))
-"""Where the size of the correction is chosen: shapes, and steps of these short runs."""
-PARTS = ("headline", "compute", "ways", "scale", "convergence", "conversion")
-LONGER = 1.2
-"""The transformer makes more steps, so that its curve covers the compute of the context-ready model."""
+CONTINUED_LONGER = 1.25
+"""How many times as many steps it makes without a correction, to cover the compute of the others."""
+PARTS = ("headline", "compute", "controls", "ways", "scale", "convergence", "conversion")
 
 
 @dataclass(frozen=True)
@@ -65,6 +86,8 @@ class Trial(trials.Trial):
     """The shape of the models that it belongs to; None for pretrained models."""
     ready: bool = True
     """Whether the model is context-ready."""
+    longer: float = 1.0
+    """How many times as many steps it makes as the recipe or the user says."""
 
 
 def trials_of(parts: Sequence[str]) -> list[Trial]:
@@ -73,26 +96,22 @@ def trials_of(parts: Sequence[str]) -> list[Trial]:
     return list(found.values())
 
 
-def _pair(shape: Shape, part: str = "compute") -> list[Trial]:
-    """The recipe and its transformer."""
-    longer = round(LONGER * shape.steps)
-    return [
-        _ready(f"d{shape.key}", f"D={shape.layers} C={shape.width}", part, shape),
-        Trial(
-            f"n{shape.key}",
-            f"N={shape.layers} + FFN C={shape.width}",
-            part,
-            "mini-n1-ffn",
-            (*shape.settings, f"steps={longer}"),
-            shape=shape,
-            ready=False,
-        ),
-    ]
-
-
 def _ready(key: str, name: str, part: str, shape: Shape, more: Sequence[str] = (), steps: int | None = None) -> Trial:
-    settings = (*shape.settings, f"steps={steps or shape.steps}", *more)
+    settings = (f"layers={shape.layers}", f"width={shape.width}", f"steps={steps or shape.steps}", *more)
     return Trial(key, name, part, "mini-d1", settings, shape=shape)
+
+
+def _control(kind: str, shape: Shape) -> Trial:
+    width = shape.wider if kind == "w" else shape.width
+    name = f"N={shape.layers}{' + FFN' if kind == 'n' else ''} C={width}"
+    recipe, part = ("mini-n1-ffn", "compute") if kind == "n" else ("mini-n1", "controls")
+    settings = (f"layers={shape.layers}", f"width={width}", f"steps={shape.steps}")
+    return Trial(f"{kind}{shape.key}", name, part, recipe, settings, shape=shape, ready=False, longer=LONGER[kind])
+
+
+def _pair(shape: Shape) -> list[Trial]:
+    """The recipe, and the transformer that costs exactly as much per generated token."""
+    return [_ready(f"d{shape.key}", shape.name, "compute", shape), _control("n", shape)]
 
 
 def _headline() -> list[Trial]:
@@ -103,11 +122,15 @@ def _compute() -> list[Trial]:
     return [trial for shape in SHAPES for trial in _pair(shape)]
 
 
+def _controls() -> list[Trial]:
+    return _compute() + [_control(kind, shape) for shape in SHAPES for kind in ("w", "p")]
+
+
 def _ways() -> list[Trial]:
     return _compute() + [
-        _ready(f"d{shape.key}-{key}", name, "ways", shape, settings)
-        for shape in SHAPES
-        for key, (name, settings) in WAYS.items()
+        _ready(f"d{shape.key}-{key}", way.name, "ways", shape, way.settings)
+        for key, way in WAYS.items()
+        for shape in way.shapes
     ]
 
 
@@ -140,8 +163,17 @@ def _convergence() -> list[Trial]:
 
 
 def _conversion() -> list[Trial]:
+    # With a cosine, a control that makes more steps would have another learning rate at the same step.
     return [
-        Trial(f"convert-{key}", name, "conversion", "convert", settings, ready=key != "continued")
+        Trial(
+            f"convert-{key}",
+            name,
+            "conversion",
+            "convert",
+            ("schedule=constant", *settings),
+            ready=key != "continued",
+            longer=CONTINUED_LONGER if key == "continued" else 1.0,
+        )
         for key, (name, settings) in CONVERSIONS.items()
     ]
 
@@ -149,6 +181,7 @@ def _conversion() -> list[Trial]:
 _OF_PART = {
     "headline": _headline,
     "compute": _compute,
+    "controls": _controls,
     "ways": _ways,
     "scale": _scale,
     "convergence": _convergence,

@@ -80,13 +80,18 @@ class Team:
                             f"{key}={value}; start all of them with the same command."
                         )
 
-    def wrap(self, objective: nn.Module, parallel: str) -> nn.Module:
-        """Wrap the objective to average the gradients, with the whole model (ddp) or a shard (fsdp) per process."""
+    def wrap(self, objective: nn.Module, parallel: str, some_unused: bool = False) -> nn.Module:
+        """Wrap the objective to average the gradients, with the whole model (ddp) or a shard (fsdp) per process.
+
+        `some_unused` says that some steps do not use all weights, as those with K=1 do not use the correction.
+        """
         if self.size == 1:
             return objective
         if parallel == "ddp":
             devices = [self.device.index] if self.device.type == "cuda" else None
-            return nn.parallel.DistributedDataParallel(objective, device_ids=devices, gradient_as_bucket_view=True)
+            return nn.parallel.DistributedDataParallel(
+                objective, device_ids=devices, gradient_as_bucket_view=True, find_unused_parameters=some_unused
+            )
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 

@@ -94,7 +94,8 @@ class Trainer:
         if newest is None and t.init_from is not None:
             load_origin(self.model, config, checkpoints.open_checkpoint(Path(t.init_from)), self.source)
         self.objective = Objective.for_run(self.model, t, self._autocast)
-        self.wrapped = self.team.wrap(self.objective, t.parallel)
+        some_unused = t.pass_schedule is not None and t.pass_schedule.least == 1
+        self.wrapped = self.team.wrap(self.objective, t.parallel, some_unused and self.model.is_recurrent)
         # Created after wrapping, because sharding replaces the parameters.
         self.optimizer = make_optimizer(self.model, config)
         if not self.team.is_first:
