@@ -1,11 +1,13 @@
 """The study of training: its rows, real runs of a tiny part of it, and tables that say what the runs gave."""
 
+import importlib.util
 import json
 import re
 import subprocess
 import sys
 from dataclasses import replace
 from math import exp, log
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from contextready.solve.prefill import prefill
 from contextready.solve.unroll import unroll
 from contextready.study.results import EVALUATION, TOLERANCES, jobs_of, read_records
 from contextready.study.tables import Runs, as_markdown, percent, spread, tables_of
+from contextready.study.timing import with_times
 from contextready.study.trials import PARTS, SHAPES, WAYS, trials_of
 from contextready.train.cost import step_macs
 
@@ -245,3 +248,38 @@ def test_conversions_are_compared_with_the_same_model_trained_further():
     assert lines[2][:5] == ["small", "trained further, no correction", "1", "100.000", "60.000"]
     assert lines[3][:7] == ["small", "add", "1", "100.000", "66.000", "+10.00 %", "+32.00 %"]
     assert lines[4][:7] == ["large", "add", "1", "9.000", "5.000", "", ""]
+
+
+def test_times_follow_the_stages_of_the_recipe_and_give_a_column():
+    """K=1 takes 1 s, K=2 takes 2 s and K=3 takes 4 s; the transformer takes 1.5 s."""
+    train = {"passes": "1@0.5,2..3@0.5", "steps": 4}
+    records = [record("d1-c128", 0, [90, 80, 70, 60, 50], macs=1, train=train)]
+    records += [record(f"{kind}1-c128", 0, [95, 85, 75, 65, 55, 45], macs=1, train={}) for kind in "nwp"]
+    records += [record("d1-c256", 0, [9, 8], macs=1, train=train)]
+    seconds = {"1": 1.0, "2": 2.0, "3": 4.0, "n": 1.5, "w": 2.0, "p": 1.0}
+    ready, plain, *_, other = with_times(records, [{"shape": "1-c128", "seconds": seconds}])
+    assert ready["curve"]["seconds"] == [0.0, 1.0, 2.0, 5.0, 8.0]
+    assert plain["curve"]["seconds"] == [0.0, 1.5, 3.0, 4.5, 6.0, 7.5]
+    assert "seconds" not in other["curve"]
+    table = tables_of(with_times(records, [{"shape": "1-c128", "seconds": seconds}]))["controls"]
+    assert "time of a step" in table
+    assert "time of a step" not in tables_of(records)["controls"]
+    cells = [cell.strip() for cell in table.splitlines()[2].split("|")[1:-1]]
+    # After 7.5 seconds the first model is at 50 to the power 5/6 times 60 to the power 1/6.
+    at = exp((5 * log(50) + log(60)) / 6)
+    assert cells[-2:] == ["1.33 ×", percent([100 * (at / 45 - 1)])]
+
+
+def test_new_runs_are_added_to_the_committed_ones(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("results", Path(__file__).parents[2] / "tools" / "results.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    monkeypatch.setattr(tool, "SOURCE", tmp_path / "training.json")
+    old = [record("d1-c128", 0, [3, 2], macs=1), record("d1-c128", 1, [4, 3], macs=1)]
+    (tmp_path / "training.json").write_text(json.dumps({"runs": old}))
+    new = [record("d1-c128", 1, [5, 4], macs=1), record("convert-add", 1, [6, 5], macs=1)]
+    (tmp_path / "report.json").write_text(json.dumps({"runs": new}))
+    tool.add_runs(tmp_path / "report.json")
+    found = json.loads((tmp_path / "training.json").read_text())["runs"]
+    assert [(r["key"], r["seed"]) for r in found] == [("convert-add", 1), ("d1-c128", 0), ("d1-c128", 1)]
+    assert found[2]["curve"] == new[0]["curve"]

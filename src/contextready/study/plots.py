@@ -17,17 +17,27 @@ FROM = 0.15
 
 
 def draw_compute(records: Sequence[Record], *paths: Path) -> None:
-    """Draw one column per shape: the loss of both models against compute and against tokens, with bands over seeds."""
+    """Draw one column per shape: the loss of both models against tokens, compute and time, with bands over seeds.
+
+    Time is left out if it was not measured.
+    """
     shapes = shapes_with_pairs(records)
+    timed = all(Runs(records, f"{kind}{shape.key}").timed for shape in shapes for kind in "dn")
+    rows = ("macs", "tokens", "seconds") if timed else ("macs", "tokens")
     figure, grid = pyplot().subplots(
-        2, len(shapes), figsize=(1 + 3.1 * len(shapes), 6), squeeze=False, layout="constrained", sharey="col"
+        len(rows),
+        len(shapes),
+        figsize=(1 + 3.1 * len(shapes), 3 * len(rows)),
+        squeeze=False,
+        layout="constrained",
+        sharey="col",
     )
     for column, shape in enumerate(shapes):
         pair = {
             f"N={shape.layers} + FFN": Runs(records, f"n{shape.key}"),
             f"D={shape.layers} context-ready": Runs(records, f"d{shape.key}"),
         }
-        for row, axis in enumerate(("macs", "tokens")):
+        for row, axis in enumerate(rows):
             axes = grid[row][column]
             for name, runs in pair.items():
                 _curve(axes, name, runs, axis)

@@ -56,9 +56,18 @@ class Runs:
         """The perplexity of every seed at the end of training."""
         return [exp(r["curve"]["val_loss"][-1]) for r in self.by_seed.values()]
 
-    def macs_per_step(self) -> float:
-        """The average multiply-accumulates of a step, without the validation."""
-        return fmean(r["curve"]["macs"][-1] / r["curve"]["step"][-1] for r in self.by_seed.values())
+    def step_cost(self, other: "Runs", axis: str = "macs") -> str:
+        """The average step in units of another row's, in multiply-accumulates or seconds, without the validation."""
+        mine, theirs = (
+            fmean(r["curve"][axis][-1] / r["curve"]["step"][-1] for r in runs.by_seed.values())
+            for runs in (self, other)
+        )
+        return f"{mine / theirs:.2f} ×"
+
+    @property
+    def timed(self) -> bool:
+        """Whether the seconds of these runs can be compared with others."""
+        return all(r.get("timed") for r in self.by_seed.values())
 
     def streamed(self) -> list[float]:
         """How much higher the streamed perplexity is than that at K=10, in percent, for every seed."""
@@ -66,13 +75,17 @@ class Runs:
         pairs = [(e["sequential"], e["parallel"].get("10")) for e in found]
         return [100.0 * (s["perplexity"] / k["perplexity"] - 1.0) for s, k in pairs if s is not None and k is not None]
 
+    def shared_seeds(self, other: "Runs") -> list[int]:
+        """The seeds that both rows have."""
+        return sorted(self.by_seed.keys() & other.by_seed.keys())
+
     def against(self, other: "Runs", axis: str) -> list[float]:
         """The relative difference in perplexity to another row at equal tokens or compute, in percent, paired by seed.
 
         It is taken at the last position that both curves cover.
         """
         found = []
-        for seed in self.by_seed.keys() & other.by_seed.keys():
+        for seed in self.shared_seeds(other):
             x = min(self.end(seed, axis), other.end(seed, axis))
             found.append(100.0 * (exp(self.loss_at(seed, axis, x) - other.loss_at(seed, axis, x)) - 1.0))
         return found
@@ -102,8 +115,8 @@ def compute_table(records: Sequence[Record]) -> str | None:
         lines.append(
             [
                 shape.name,
-                str(len(ready.by_seed.keys() & plain.by_seed.keys())),
-                f"{ready.macs_per_step() / plain.macs_per_step():.2f} ×",
+                str(len(ready.shared_seeds(plain))),
+                ready.step_cost(plain),
                 spread(ready.perplexities()),
                 percent(ready.against(plain, "tokens")),
                 percent(ready.against(plain, "macs")),
@@ -115,29 +128,29 @@ def compute_table(records: Sequence[Record]) -> str | None:
 
 
 def controls_table(records: Sequence[Record]) -> str | None:
-    """One line per shape and transformer: how the recipe compares with it."""
-    lines = []
+    """One line per shape and transformer: how the recipe compares with it, also in time if that was measured."""
+    lines, axes = [], {"macs": "compute"}
     for shape in SHAPES:
-        ready, of_shape = Runs(records, f"d{shape.key}"), []
-        for kind, name in CONTROLS.items():
-            plain = Runs(records, f"{kind}{shape.key}")
-            if not ready or not plain:
-                continue
-            width = shape.wider if kind == "w" else shape.width
-            of_shape.append(
-                [
-                    shape.name,
-                    f"N={shape.layers} C={width}, {name}",
-                    str(len(ready.by_seed.keys() & plain.by_seed.keys())),
-                    f"{plain.macs_per_token / ready.macs_per_token:.2f} ×",
-                    percent(ready.against(plain, "tokens")),
-                    percent(ready.against(plain, "macs")),
-                ]
-            )
+        ready = Runs(records, f"d{shape.key}")
+        found = {kind: Runs(records, f"{kind}{shape.key}") for kind in CONTROLS}
         # The first one alone is in the first table.
-        lines += of_shape if len(of_shape) > 1 else []
-    head = ["model", "transformer", "seeds", "its cost per token", "equal tokens", "equal compute"]
-    return aligned([head, *lines]) if lines else None
+        if not ready or sum(map(bool, found.values())) < 2:
+            continue
+        if all(runs.timed for runs in (ready, *found.values())):
+            axes["seconds"] = "time"
+        for kind, name in CONTROLS.items():
+            plain, width = found[kind], shape.wider if kind == "w" else shape.width
+            if plain:
+                line = [shape.name, f"N={shape.layers} C={width}, {name}", str(len(ready.shared_seeds(plain)))]
+                line.append(f"{plain.macs_per_token / ready.macs_per_token:.2f} ×")
+                line.append(percent(ready.against(plain, "tokens")))
+                for axis in axes:
+                    line += [ready.step_cost(plain, axis), percent(ready.against(plain, axis))]
+                lines.append(line)
+    head = ["model", "transformer", "seeds", "its cost per token", "equal tokens"]
+    for name in axes.values():
+        head += [f"{name} of a step", f"equal {name}"]
+    return aligned([head, *(line + [""] * (len(head) - len(line)) for line in lines)]) if lines else None
 
 
 def ways_table(records: Sequence[Record]) -> str | None:
@@ -155,7 +168,7 @@ def ways_table(records: Sequence[Record]) -> str | None:
                     shape.name,
                     name,
                     str(len(ready.by_seed)),
-                    f"{ready.macs_per_step() / plain.macs_per_step():.2f} ×",
+                    ready.step_cost(plain),
                     spread(ready.perplexities()),
                     percent(ready.against(plain, "tokens")),
                     percent(ready.against(plain, "macs")),
