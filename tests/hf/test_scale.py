@@ -1,4 +1,4 @@
-"""The size of the correction in Hugging Face models: set from the embeddings, kept in every format."""
+"""The kind and the size of a correction in Hugging Face models: set from the model, kept in every format."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from train_helpers import make_data, run
 from transformers import AutoModelForCausalLM
 
 import contextready.hf.modeling  # noqa: F401  (registers its classes)
-from contextready.hf.finetune import embedding_size
 from contextready.hf.modeling import ContextReadyForCausalLM
+from contextready.hf.sizes import LARGE, embedding_size, output_ratio
 from contextready.runs.checkpoint import open_checkpoint
 
 
@@ -108,3 +108,49 @@ def test_the_factor_of_a_converted_folder_is_kept_or_changed_while_it_is_untrain
     crt("convert", tmp_path / "kept", tmp_path / "trained")
     said = refused(capsys, *words(place, tmp_path / "bad", pretrained=tmp_path / "trained", correction_scale=0.25))
     assert "already has a trained correction with correction_scale=0.5; set correction_scale=0.5" in said
+
+
+@pytest.fixture(scope="module")
+def small(place, tmp_path_factory):
+    """A model whose embeddings are small beside its block outputs."""
+    lm = AutoModelForCausalLM.from_pretrained(place / "llama")
+    with torch.no_grad():
+        lm.get_input_embeddings().weight.mul_(1e-3)
+    folder = tmp_path_factory.mktemp("small") / "small"
+    save(folder, lm, train_tokenizer(folder.parent / "tokenizer"))
+    return folder
+
+
+def test_the_ratio_is_that_of_the_norms(place, small):
+    ratios = []
+    for folder in (place / "llama", small):
+        backbone = ContextReadyForCausalLM.wrap(AutoModelForCausalLM.from_pretrained(folder)).model.backbone
+        tokens = torch.randint(KNOWN, (8, 40), generator=torch.Generator().manual_seed(3))
+        e = backbone.embed(tokens)
+        z, _ = backbone.blocks(e)
+        ratios.append(output_ratio(backbone))
+        typical = (z.norm(dim=-1) / e.norm(dim=-1)).median().item()
+        assert ratios[-1] == pytest.approx(typical, rel=0.5)
+    assert ratios[0] < LARGE < ratios[1]
+
+
+def test_a_model_gets_the_correction_that_fits_it_unless_one_is_named(place, small, tmp_path):
+    for folder, name, word in ((place / "llama", "add", ()), (small, "balanced", ()), (small, "add", ("add",))):
+        out = tmp_path / f"{folder.name}-{'-'.join(word)}"
+        said = crt("convert", folder, out, *(["--correction", *word] if word else []))
+        assert f"with a zero correction ({name})" in said
+        assert AutoModelForCausalLM.from_pretrained(out).config.correction == name
+
+
+def test_training_takes_the_correction_of_the_folder_or_the_one_that_fits(place, small, tmp_path):
+    crt("convert", small, tmp_path / "folder", "--correction", "concat")
+    for folder, name in ((tmp_path / "folder", "concat"), (small, "balanced"), (place / "llama", "add")):
+        out = tmp_path / f"run-{name}"
+        crt(*words(place, out, steps=2, pretrained=folder))
+        checkpoint = open_checkpoint(out)
+        assert checkpoint.described["correction"] == name
+        assert checkpoint.model().correction.definition.name == name
+        # Resuming rebuilds the same correction, although training has changed what it was chosen from.
+        crt(*words(place, out, steps=3, pretrained=folder))
+        crt("convert", out, tmp_path / f"hf-{name}")
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / f"hf-{name}").config.correction == name

@@ -29,7 +29,12 @@ def add(verbs: Verbs) -> None:
     )
     convert.add_argument("model", help="folder, name on the Hugging Face Hub, .gguf file, run or checkpoint")
     convert.add_argument("out", type=Path, help="folder to create; it must not exist yet")
-    convert.add_argument("--correction", default="add", help="one of the corrections listed below")
+    convert.add_argument(
+        "--correction",
+        default="auto",
+        help="one of the corrections listed below; auto is balanced if the model's z is over 10 times as large as e, "
+        "and add otherwise (default: auto)",
+    )
     convert.add_argument("--bias", action="store_true", help="use biases in the correction")
     convert.add_argument(
         "--scale",

@@ -9,16 +9,20 @@ from typing import Any, Literal
 from contextready.data.tokenizer import FILE
 from contextready.errors import ContextReadyError
 from contextready.files import staged_folder
+from contextready.hf.backbone import HFBackbone
 from contextready.hf.card import write_card
-from contextready.hf.finetune import cost, embedding_size
+from contextready.hf.finetune import cost
 from contextready.hf.load import load_lm, load_tokenizer, quiet, save_tokenizer
 from contextready.hf.modeling import BaseTransformerForCausalLM, ContextReadyForCausalLM
 from contextready.hf.native import from_native, to_native
+from contextready.hf.proof import verified_structure
+from contextready.hf.sizes import choose_correction, embedding_size
 from contextready.hf.structure import PROOF
 from contextready.model.checks import check_passes
 from contextready.model.config import ModelConfig
 from contextready.model.correction import CORRECTIONS, check_correction, find_correction
 from contextready.runs.checkpoint import open_checkpoint
+from contextready.runs.config import AUTO
 from contextready.runs.models import is_pretrained
 from contextready.runs.passes import largest_passes
 
@@ -103,7 +107,7 @@ def convert(
     source: str,
     out: Path,
     *,
-    correction: str = "add",
+    correction: str = AUTO,
     bias: bool = False,
     scale: float | None = None,
     passes: int = 5,
@@ -111,15 +115,17 @@ def convert(
 ) -> Conversion:
     """Convert any model and write the result to OUT.
 
-    A pretrained causal language model gets a zero correction, whose output has the factor `scale`, by default the root
-    mean square of the model's embeddings. A run or checkpoint is written in Hugging Face format. A
-    native model in Hugging Face format is written as a checkpoint again.
+    A pretrained causal language model gets a zero correction. With `auto` it is balanced if the model's z is many times
+    as large as e, and add otherwise. Its output has the factor `scale`, by default the root mean square of the model's
+    embeddings. A run or checkpoint is written in Hugging Face format. A native model in Hugging Face format is written
+    as a checkpoint again.
     """
     if out.exists():
         raise ContextReadyError(f"{out} already exists; delete it or choose another name.")
     check_passes(passes)
-    check_correction(correction, "random", 1.0 if scale is None else scale)
-    if not find_correction(correction).parts.has_network:
+    named = "add" if correction == AUTO else correction
+    check_correction(named, "random", 1.0 if scale is None else scale)
+    if not find_correction(named).parts.has_network:
         usable = ", ".join(name for name, definition in CORRECTIONS.items() if definition.parts.has_network)
         raise ContextReadyError(
             f"correction={correction} has no output layer that could start at zero, so it would change the model; "
@@ -155,13 +161,19 @@ def _from_pretrained(source: str, lm: Any, out: Path, settings: dict[str, Any]) 
             f"{source} cannot be converted: only its own code defines {type(lm).__name__}, and the converted model "
             "would need that code again. Evaluate or run the original with crt eval or crt generate."
         )
+    if settings["correction"] == AUTO:
+        backbone = HFBackbone(lm, verified_structure(lm))
+        try:
+            settings |= {"correction": choose_correction(backbone)}
+        finally:
+            backbone.unhook()
     model = ContextReadyForCausalLM.wrap(lm, **settings)
     costs = count_costs(model)
     measured = {"Before training": f"identical logits to {base or 'the original model'}, checked on {PROOF} tokens."}
     _write(out, model, load_tokenizer(source), base, costs.rows(), measured=measured)
     what = (
-        f"Wrote {out}: {type(lm).__name__} with a zero correction; its logits are unchanged. "
-        f"Next: crt train convert pretrained={out} data=DATA"
+        f"Wrote {out}: {type(lm).__name__} with a zero correction ({settings['correction']}); its logits are "
+        f"unchanged. Next: crt train convert pretrained={out} data=DATA"
     )
     return Conversion(out, "hugging_face", what, costs)
 
@@ -212,7 +224,7 @@ def describe_costs(model: ContextReadyForCausalLM) -> list[tuple[str, str]]:
 
 def count_costs(model: ContextReadyForCausalLM) -> Costs:
     """Count parameters, multiply-accumulates and cache of a context-ready model, with and without its correction."""
-    account = cost(model.model, model.config.correction)
+    account = cost(model.model)
     backbone = model.model.backbone
     past = backbone.init_cache(1)
     itemsize = next(backbone.parameters()).dtype.itemsize

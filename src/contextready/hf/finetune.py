@@ -11,20 +11,18 @@ from contextready.hf.backbone import HFBackbone
 from contextready.hf.load import first_line, load_lm, quiet
 from contextready.hf.modeling import ContextReadyForCausalLM
 from contextready.hf.proof import verified_structure
+from contextready.hf.sizes import choose_correction, embedding_size
 from contextready.hf.structure import Structure
 from contextready.hf.tokenizer_settings import read_tokenizer_settings
 from contextready.hf.trust import never_asking
 from contextready.hf.untrusted import check_settings
 from contextready.model.config import ModelConfig
 from contextready.model.context_ready import ContextReady
-from contextready.model.correction import LARGEST_SCALE, find_correction
+from contextready.model.correction import find_correction
 from contextready.model.correction_module import build_correction, has_bias
 from contextready.model.cost import Account
 from contextready.model.macs import correction_macs
-from contextready.runs.config import PretrainedModelConfig
-
-SAMPLED_TOKENS = 4096
-"""About how many tokens the size of embeddings is measured on."""
+from contextready.runs.config import AUTO, PretrainedModelConfig
 
 
 def start(config: PretrainedModelConfig) -> ContextReady:
@@ -35,13 +33,15 @@ def start(config: PretrainedModelConfig) -> ContextReady:
     if not isinstance(loaded, ContextReadyForCausalLM):
         backbone = HFBackbone(loaded, verified_structure(loaded))
         backbone.tokenizer_settings = settings
-        return _prepared(_corrected(backbone, config), config)
+        name = choose_correction(backbone) if config.correction == AUTO else config.correction
+        return _prepared(_corrected(backbone, config, name), config)
     inner = loaded.model.backbone
     assert isinstance(inner, HFBackbone)
     inner.tokenizer_settings = settings
     found = loaded.config
     scale = found.correction_scale if config.correction_scale is None else config.correction_scale
-    ours = {"correction": config.correction, "correction_scale": scale, "correction_gain": config.correction_gain}
+    name = found.correction if config.correction == AUTO else config.correction
+    ours = {"correction": name, "correction_scale": scale, "correction_gain": config.correction_gain}
     theirs = {key: getattr(found, key) for key in ours}
     if ours == theirs:
         return _prepared(loaded.model, config)
@@ -51,7 +51,7 @@ def start(config: PretrainedModelConfig) -> ContextReady:
             f"{config.pretrained} already has a trained correction with {key}={theirs[key]}; set {key}={theirs[key]}, "
             "or start from the original model."
         )
-    return _prepared(_corrected(inner, config, scale=scale), config)
+    return _prepared(_corrected(inner, config, name, scale=scale), config)
 
 
 def rebuild(config: PretrainedModelConfig, description: dict[str, Any]) -> ContextReady:
@@ -70,8 +70,10 @@ def rebuild(config: PretrainedModelConfig, description: dict[str, Any]) -> Conte
         ) from None
     backbone = HFBackbone(lm, structure)
     backbone.tokenizer_settings = description.get("tokenizer")
+    # Earlier versions did not describe the correction, because the settings always named it.
+    name = description.get("correction", config.correction)
     scale = description.get("correction_scale", 1.0)
-    return _prepared(_corrected(backbone, config, description["correction_bias"], scale), config)
+    return _prepared(_corrected(backbone, config, name, description["correction_bias"], scale), config)
 
 
 def describe(model: ContextReady) -> dict[str, Any]:
@@ -83,6 +85,7 @@ def describe(model: ContextReady) -> dict[str, Any]:
         "base_config": base,
         "vocab_size": backbone.lm.config.get_text_config().vocab_size,
         "structure": backbone.structure.as_dict(),
+        "correction": model.correction.definition.name,
         "correction_bias": has_bias(model.correction),
         "correction_scale": model.correction.scale,
         "generation_config": backbone.lm.generation_config.to_diff_dict(),
@@ -90,9 +93,9 @@ def describe(model: ContextReady) -> dict[str, Any]:
     }
 
 
-def cost(model: ContextReady, correction: str | None) -> Account:
+def cost(model: ContextReady) -> Account:
     """Count multiply-accumulates and parameters; a token uses every matrix of the blocks and of the head once."""
-    backbone = model.backbone
+    backbone, correction = model.backbone, model.correction.definition.name
     assert isinstance(backbone, HFBackbone)
     inner = backbone.lm.config.get_text_config()
     heads = inner.num_attention_heads
@@ -149,26 +152,17 @@ def _matrices(parameters: Any) -> int:
     return sum(p.numel() for p in parameters if p.dim() == 2)
 
 
-def embedding_size(lm: Any) -> float:
-    """Return the root mean square of the token embeddings as the blocks get them: the size of one coordinate."""
-    embedding = lm.get_input_embeddings()
-    number = embedding.weight.shape[0]
-    # Some families multiply the embeddings when they look them up, so the weights alone do not tell.
-    tokens = torch.arange(0, number, -(-number // SAMPLED_TOKENS), device=embedding.weight.device)
-    with torch.no_grad():
-        size = float(embedding(tokens).float().pow(2).mean().sqrt())
-    return float(f"{size:.4g}") if 0.0 < size < LARGEST_SCALE else 1.0
-
-
 def _corrected(
-    backbone: HFBackbone, config: PretrainedModelConfig, bias: bool = False, scale: float | None = None
+    backbone: HFBackbone,
+    config: PretrainedModelConfig,
+    name: str | None,
+    bias: bool = False,
+    scale: float | None = None,
 ) -> ContextReady:
     scale = config.correction_scale if scale is None else scale
     if scale is None:
-        scale = embedding_size(backbone.lm) if find_correction(config.correction).parts.has_network else 1.0
-    correction = build_correction(
-        config.correction, backbone, config.correction_init, bias, scale, config.correction_gain
-    )
+        scale = embedding_size(backbone.lm) if find_correction(name).parts.has_network else 1.0
+    correction = build_correction(name, backbone, config.correction_init, bias, scale, config.correction_gain)
     return ContextReady(backbone, correction)
 
 

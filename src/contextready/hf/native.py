@@ -119,7 +119,7 @@ def _of_pretrained(checkpoint: Checkpoint, model: ContextReady) -> Any:
     config = ContextReadyConfig(
         base_config=lm.config,
         structure=backbone.structure.as_dict(),
-        correction=checkpoint.config["model"]["correction"],
+        correction=model.correction.definition.name,
         correction_init=checkpoint.config["model"]["correction_init"],
         correction_bias=described["correction_bias"],
         correction_scale=model.correction.scale,

@@ -22,6 +22,8 @@ PASSES_FROM_SCRATCH = "1@0.5,2@0.4,2..3@0.1"
 """The same for gradient=truncated, if the weights are new and the data is text: half of the steps as a transformer."""
 DEFAULT_SCALE = 0.02
 """The factor on a new correction's output if it is not set: the size of newly initialised embeddings."""
+AUTO = "auto"
+"""The correction of a pretrained model if it is not set: chosen when the model is loaded."""
 OF_MODE = {"truncated_passes": "truncated", "adjoint_steps": "implicit", "adjoint_tolerance": "implicit"}
 """Settings that apply to one gradient mode only."""
 LIMITS = {
@@ -198,8 +200,8 @@ class PretrainedModelConfig:
 
     pretrained: str
     """Model to start from: a folder (such as crt convert writes), a GGUF file, or a name on the Hugging Face Hub."""
-    correction: str | None = "add"
-    """Correction to add. none: train the plain model further."""
+    correction: str | None = AUTO
+    """Correction to add. auto: as in the folder, or balanced if z is over 10 times e, else add. none: no correction."""
     correction_init: str = "zero"
     """zero (the model starts out computing the same as the pretrained one) or random."""
     correction_scale: float | None = None
@@ -212,7 +214,7 @@ class PretrainedModelConfig:
     """Rank of the adapters that tune=lora adds to every linear layer of the blocks."""
 
     def __post_init__(self) -> None:
-        name, scale = "add" if self.correction is None else self.correction, self.correction_scale
+        name, scale = "add" if self.correction in (None, AUTO) else self.correction, self.correction_scale
         check_correction(name, self.correction_init, 1.0 if scale is None else scale, self.correction_gain)
         _one_of("tune", self.tune, ("all", "correction", "lora"))
         check_count("lora_rank", self.lora_rank, 1, LARGEST_RANK)

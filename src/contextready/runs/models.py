@@ -35,7 +35,7 @@ def cost_of(config: ModelConfig | PretrainedModelConfig, model: ContextReady | N
     """Compute the cost of a model. A pretrained model is loaded unless it is passed as `model`."""
     if isinstance(config, ModelConfig):
         return account(config)
-    cost: Account = hugging_face().cost(model or start_model(config), config.correction)
+    cost: Account = hugging_face().cost(model or start_model(config))
     return cost
 
 
