@@ -64,6 +64,8 @@ GAINS = ("scalar", "channel")
 PROBED = ((SHAPES[0], 500), (SHAPES[2], 300), (SHAPES[3], 200))
 """Where the size of the correction is chosen: shapes, and steps of these short runs."""
 WEIGHTS = ("0.1", "1")
+FIXED_STEPS = 1000
+"""Steps of the runs with the paper's unroll and a fixed K, which take the longest."""
 CONVERSIONS = {
     "continued": ("trained further, no correction", ("correction=none",)),
     "memoryless": ("memoryless control", ("correction=memoryless",)),
@@ -156,9 +158,8 @@ def _convergence() -> list[Trial]:
     ]
     for weight in ("0", *WEIGHTS):
         settings = (*PAPER[:1], "passes=5", *PAPER[2:], f"convergence_weight={weight}")
-        found.append(
-            _ready(f"d{shape.key}-k5-weight{weight}", f"paper, K=5, weight {weight}", "convergence", shape, settings)
-        )
+        name = f"paper, K=5, {FIXED_STEPS:,} steps, weight {weight}"
+        found.append(_ready(f"d{shape.key}-k5-weight{weight}", name, "convergence", shape, settings, FIXED_STEPS))
     return found
 
 
