@@ -119,8 +119,9 @@ def test_the_map_of_the_packages_is_what_the_sources_say():
         assert path.name in page, path
 
 
-def test_the_tables_of_the_study_are_what_its_results_say():
-    done = subprocess.run([sys.executable, ROOT / "tools" / "results.py", "--check"], capture_output=True, text=True)
+@pytest.mark.parametrize("tool", ["results.py", "demo.py"])
+def test_tables_are_what_the_result_files_say(tool):
+    done = subprocess.run([sys.executable, ROOT / "tools" / tool, "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
