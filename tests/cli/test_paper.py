@@ -7,7 +7,7 @@ import train_helpers
 
 from contextready.cli.main import main
 from contextready.cli.paper import CAVEAT, NO_MATCH
-from contextready.paper.tables import NAMES, tables
+from contextready.paper.tables import NAMES, table, tables
 
 
 @pytest.fixture
@@ -66,14 +66,26 @@ def test_info_prints_a_table_with_its_columns_and_notes(crt):
     code, out, _ = crt("info", "--table", "timing")
     assert code == 0
     rows = [" ".join(line.split()) for line in out.splitlines()]
-    assert "Model Params tok/s ↑ ms/tok ↓ Speedup ↑" in rows
+    assert "Model Params tok/s ms/tok Speedup" in rows
     assert "Roformer N=6 C=1088 155M 351 2.85 –" in rows
-    assert "ms/tok: time for one token (milliseconds per token)." in rows
+    assert "ms/tok: time for one token (milliseconds per token, lower is better)." in rows
     assert "- The public notebooks: eager PyTorch, random weights" in out
     assert "Public notebooks are the experiment notes that the author of the paper has published." in rows
+    assert "Empirical L: contraction rate (lower is better)." in crt("info", "--table", "k_min")[1]
     _, out, _ = crt("info", "--table", "k_min", "--json")
     (one,) = json.loads(out)["tables"]
     assert one["rows"][3]["figures"] == ["Empirical L", "0.72", "0.94"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_figure_is_cut_in_80_columns(name, crt, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = crt("info", "--table", name)
+    printed = out.split()
+    for row in table(name).rows:
+        for figure in filter(None, row.figures):
+            assert set(figure.split()) <= set(printed)
+    assert "…" not in out
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
 CAVEAT = "Tokenizer, split and evaluation differ from the paper's, so absolute perplexities are not comparable."
 NOTEBOOKS = "Public notebooks are the experiment notes that the author of the paper has published."
-ARROWS = {"lower": " ↓", "higher": " ↑", None: ""}
-"""Marks of metrics: which values are better."""
 NO_MATCH = "None of these runs has the shape of a model in the paper's tables, so the paper has no figures for them."
 
 
@@ -156,22 +154,28 @@ def _print_whole(table: "Table") -> None:
 
     from contextready.paper.tables import NAME
 
-    shown = RichTable(box=box.SIMPLE, title=table.reference, title_justify="left")
+    # Narrow gaps, because the widest table has twelve columns.
+    shown = RichTable(box=box.SIMPLE, title=table.reference, title_justify="left", padding=(0, 1, 0, 0))
     for column in table.columns:
-        shown.add_column(f"{column.heading}{ARROWS[column.better]}")
+        shown.add_column(column.heading)
     for row in table.rows:
-        first, *rest = (figure or "–" for figure in row.figures)
-        shown.add_row(f"{first}{ARROWS[row.better]}", *rest)
+        shown.add_row(*(figure or "–" for figure in row.figures))
     console = make_console(tables=True)
     console.print(f"{table.title}.")
     console.print(shown)
     for column in table.columns:
-        unit = "" if column.unit in (None, NAME) else f" ({column.unit})"
-        console.print(f"{column.heading or 'first column'}: {column.meaning}{unit}.")
-    if any(one.better for one in (*table.columns, *table.rows)):
-        console.print("↓ = lower is better, ↑ = higher is better.")
+        unit = None if column.unit == NAME or (column.unit or "") in column.meaning else column.unit
+        console.print(f"{column.heading or 'first column'}: {_explained(column.meaning, unit, column.better)}.")
+    for row in table.rows:
+        if row.unit is not None:
+            console.print(f"{row.figures[0]}: {_explained(row.unit, None, row.better)}.")
     console.print("\nNotes")
     for note in table.notes:
         console.print(f"- {note}")
     if any("public notebooks" in note for note in table.notes):
         console.print(NOTEBOOKS)
+
+
+def _explained(meaning: str, unit: str | None, better: str | None) -> str:
+    details = [*([unit] if unit else []), *([f"{better} is better"] if better else [])]
+    return f"{meaning} ({', '.join(details)})" if details else meaning
