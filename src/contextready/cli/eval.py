@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from contextready.cli.console import make_console
 from contextready.cli.options import Verbs, check_most, parse_numbers, verb, whole_number
+from contextready.cli.paper import paper_model, perplexity_record, print_perplexities
 from contextready.cli.progress import ProgressReport
 from contextready.cli.tables import Figure, Value, as_csv, as_markdown, as_text
 from contextready.errors import ContextReadyError
@@ -65,6 +66,11 @@ def add(verbs: Verbs) -> None:
     )
     evaluate.add_argument("--no-sequential", action="store_true", help="do not evaluate streaming mode")
     evaluate.add_argument("--device", default="auto", help="cpu, cuda, mps or auto")
+    evaluate.add_argument(
+        "--paper",
+        action="store_true",
+        help="also print the paper's perplexities of models with the same layers, width, correction and vocabulary",
+    )
     layout = evaluate.add_mutually_exclusive_group()
     for name, what in (
         ("json", "one line of JSON"),
@@ -98,6 +104,8 @@ def _add_task_options(parser: argparse._ArgumentGroup) -> None:
 def _run(options: argparse.Namespace) -> None:
     for name, most in MOST.items():
         check_most(f"--{name}", getattr(options, name.replace("-", "_")), most)
+    if options.paper and (options.tasks is not None or options.layout in ("markdown", "csv")):
+        raise ContextReadyError("--paper adds a second table of perplexities; leave out --tasks, --markdown and --csv.")
     if options.tasks is None:
         # Imported here, because it imports torch.
         from contextready.model.checks import MOST_PASSES
@@ -115,6 +123,7 @@ def _run(options: argparse.Namespace) -> None:
             sequential=not options.no_sequential,
             device=options.device,
             layout=options.layout,
+            with_paper=options.paper,
         )
         return
     names = [str(model) for model in options.runs]
@@ -148,10 +157,15 @@ def run_eval(
     sequential: bool = True,
     device: str = "auto",
     layout: str | None = None,
+    with_paper: bool = False,
 ) -> None:
-    """Evaluate runs or checkpoints and print them as a table, or in the layout json, markdown or csv."""
+    """Evaluate runs or checkpoints and print them as a table, or in the layout json, markdown or csv.
+
+    `with_paper` adds the paper's perplexities of models with the same shape, to the table and to JSON.
+    """
     from contextready.device import find_device
     from contextready.evaluate.evaluate import evaluate_checkpoint
+    from contextready.evaluate.names import short_names
     from contextready.runs.checkpoint import data_of, open_trained
 
     where = find_device(device)
@@ -173,14 +187,21 @@ def run_eval(
                     advance=lambda done, total, run=run: report.advance(str(run), total, done),
                 )
             )
+    paper_models = [paper_model(checkpoint) for checkpoint in checkpoints] if with_paper else []
     if layout == "json":
         records = [
             {"run": str(run), "checkpoint": checkpoint.folder.name, "data": str(data.folder)} | one.as_record()
             for run, checkpoint, data, one in zip(runs, checkpoints, all_data, evaluations, strict=True)
         ]
+        if with_paper:
+            printed = [perplexity_record(model) for model in paper_models]
+            records = [record | {"paper": one} for record, one in zip(records, printed, strict=True)]
         print(to_json({"evaluations": records}))
-    else:
-        print_evaluation([str(run) for run in runs], evaluations, layout)
+        return
+    names = [str(run) for run in runs]
+    print_evaluation(names, evaluations, layout)
+    if with_paper:
+        print_perplexities(short_names(names), paper_models, evaluations)
 
 
 def print_evaluation(names: Sequence[str], evaluations: "Sequence[Evaluation]", layout: str | None = None) -> None:

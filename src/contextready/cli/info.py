@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from contextready.cli.console import make_console
 from contextready.cli.options import Verbs, verb, whole_number
+from contextready.cli.paper import figure_records, print_figures, print_table, table_records
+from contextready.errors import ContextReadyError
 from contextready.files import to_json
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ crt info                                             # all models from the paper
 crt info owt-d5-c1120
 crt info owt-d5-c1120 owt-n12-c768 --dtype bfloat16
 crt info vocab_size=4096 width=128 layers=1 heads=4 correction=add
+crt info owt-d5-c1120 --paper                        # with the perplexities that the paper prints
+crt info --table main                                # one table of the paper
 """
 
 
@@ -47,6 +51,16 @@ def add(verbs: Verbs) -> None:
         default="float32",
         help="number format of the cache",
     )
+    info.add_argument(
+        "--paper", action="store_true", help="also print the figures of each model from the paper's tables"
+    )
+    info.add_argument(
+        "--table",
+        nargs="?",
+        const=True,
+        metavar="NAME",
+        help="print this table of the paper with notes instead; without NAME, list the tables",
+    )
     info.add_argument("--json", action="store_true", help="print one line of JSON instead of a table")
     info.set_defaults(run=_run)
 
@@ -60,21 +74,46 @@ def _notes() -> str:
 
 
 def _run(options: argparse.Namespace) -> None:
-    print_info(options.what, options.context, options.dtype, options.json)
+    if options.table is None:
+        print_info(options.what, options.context, options.dtype, options.json, options.paper)
+        return
+    if options.what or options.paper:
+        raise ContextReadyError("--table prints a table of the paper; leave out --paper and the names of models.")
+    name = None if options.table is True else options.table
+    if options.json:
+        print(to_json({"tables": table_records(name)}))
+    else:
+        print_table(name)
 
 
-def print_info(words: Sequence[str], context: int | None, dtype_name: str, as_json: bool) -> None:
-    """Print the cost of one model in detail or of several as a table; by default, of all models from the paper."""
+def print_info(
+    words: Sequence[str], context: int | None, dtype_name: str, as_json: bool, with_paper: bool = False
+) -> None:
+    """Print the cost of one model in detail or of several as a table; by default, of all models from the paper.
+
+    `with_paper` adds what the paper's tables print for them.
+    """
     from contextready.runs.catalog import DTYPES, as_record, cache_ratios, entries
 
     dtype, models = DTYPES[dtype_name], entries(words, context)
+    if with_paper and any(entry.paper is None for entry in models):
+        raise ContextReadyError(
+            "--paper prints the paper's figures, which exist for unchanged models only; leave out the settings "
+            "(key=value), and name models from the paper."
+        )
     if as_json:
+        records = [as_record(entry, dtype) for entry in models]
+        if with_paper:
+            records = [record | {"paper_figures": figure_records(record["name"])} for record in records]
         whole_paper: dict[str, Any] = {} if words else {"cache_ratios": cache_ratios()}
-        print(to_json({"models": [as_record(entry, dtype) for entry in models]} | whole_paper))
-    elif len(models) == 1:
+        print(to_json({"models": records} | whole_paper))
+        return
+    if len(models) == 1:
         _print_one(models[0], dtype)
     else:
         _print_table(models, dtype, with_pairs=not words)
+    if with_paper:
+        print_figures([entry.name for entry in models])
 
 
 def _print_one(entry: "Entry", dtype: "torch.dtype") -> None:
