@@ -73,10 +73,11 @@ def test_the_rows_in_the_authors_layout():
     for trial in rows:
         run = resolve_pointer(trial.words(0, Path("runs")))
         assert (run.task.answers, run.task.hops, run.task.levels, run.model.window) == ("absent", 4, 6, 26)
-        # Only the layout differs from the main table.
+        # Only the layout and the number of steps differ from the main table.
         other = resolve_pointer(masked[trial.key.removeprefix("absent-")].words(0, Path("runs")))
-        length = {"block_size": run.train.block_size, "eval_tokens": run.train.eval_tokens, "out": run.train.out}
-        assert (replace(other.train, **length), other.model) == (run.train, run.model)
+        same = {key: getattr(run.train, key) for key in ("block_size", "eval_tokens", "steps", "out")}
+        assert (replace(other.train, **same), other.model) == (run.train, run.model)
+        assert run.train.steps == 6000
     # At the paper's scale, the main table has this layout.
     paper = trials_of("paper", ["layout"])
     assert {trial.key for trial in paper} == {"absent-d1", *(f"absent-n{n}" for n in (1, 3, 5, 10, 11, 12))}

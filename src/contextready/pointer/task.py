@@ -68,7 +68,7 @@ class PointerTask:
     answers: str = "masked"
     """What follows a query: a placeholder (masked), the answer, as in the paper (visible), or nothing (absent)."""
     queries: str = "level"
-    """What each table is followed by: queries for its keys (level), for all keys so far (all), or none."""
+    """What follows a table: queries for its keys (level) or for all so far (all), or none (its keys have targets)."""
 
     def __post_init__(self) -> None:
         for name, most in LIMITS.items():

@@ -43,6 +43,8 @@ class Scale:
     growth: dict[str, tuple[str, tuple[str, ...]]]
     layout: tuple[int, ...] = ()
     """Depths of the transformers in the layout of the author's runs, if the main table has other layouts."""
+    layout_settings: tuple[str, ...] = ()
+    """Settings for all trials in that layout, which take more steps to learn."""
     parallel: tuple[str, ...] = ()
     """Settings for all trials that compare training methods, which are the most expensive ones."""
 
@@ -54,6 +56,7 @@ SCALES = {
         {"masked": (), "visible": ()},
         {f"H={h}": ("pointer-mini", (f"hops={h}", "steps=10000")) for h in (8, 12)},
         layout=(2, 4),
+        layout_settings=("steps=6000",),
         parallel=("batch_size=32",),
     ),
     "paper": Scale(
@@ -88,8 +91,8 @@ def trials_of(scale: str, parts: Sequence[str]) -> list[Trial]:
         for n in sorted(s.transformers, key=lambda n: (n not in few, -n)):
             rows.append(_transformer(s, n, "table", answers, more, layout))
     if s.layout:
-        rows.append(Trial("absent-d1", "D=1 BPTT", "layout", s.ready, (), answers="absent"))
-        rows += [_transformer(s, n, "layout", "absent") for n in s.layout]
+        rows.append(Trial("absent-d1", "D=1 BPTT", "layout", s.ready, s.layout_settings, answers="absent"))
+        rows += [_transformer(s, n, "layout", "absent", s.layout_settings) for n in s.layout]
     for name, (recipe, settings) in s.growth.items():
         rows.append(Trial(f"growth-{_plain(name)}", f"D=1 BPTT, {name}", "growth", recipe, settings, answers=main))
     first, last = PASSES[0], PASSES[-1]
@@ -113,7 +116,7 @@ def trials_of(scale: str, parts: Sequence[str]) -> list[Trial]:
 
 
 def _transformer(
-    s: Scale, n: int, part: str, answers: str, more: tuple[str, ...] = (), compared_in: tuple[str, ...] = ()
+    s: Scale, n: int, part: str, answers: str, more: tuple[str, ...], compared_in: tuple[str, ...] = ()
 ) -> Trial:
     recipe, settings = s.transformers[n]
     return Trial(
