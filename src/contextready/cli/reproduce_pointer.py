@@ -31,7 +31,8 @@ parts of pointer (default: table):
                           backpropagation through time (BPTT)
   all                     everything above
 
-crt pointer --help explains hops, levels, the window and masked answers."""
+With --scale paper, answers are absent where they are masked here, as in the author's runs.
+crt pointer --help explains hops, levels, the window, and masked and absent answers."""
 
     def jobs(
         self, scale: str, parts: Sequence[str], seeds: Sequence[int], out: Path, changes: Sequence[str]
