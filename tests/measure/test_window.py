@@ -75,22 +75,39 @@ def best_by_enumeration(task, reached):
     return best / asked
 
 
-@pytest.mark.parametrize("queries", ["level", "all"])
+@pytest.mark.parametrize(
+    ("answers", "queries"), [("masked", "level"), ("masked", "all"), ("absent", "level"), ("absent", "none")]
+)
 @pytest.mark.parametrize("reached", [3, 8, 11, 14, 17, 20, 25, 30])
-def test_the_best_accuracy_is_that_of_an_optimal_guess(reached, queries):
+def test_the_best_accuracy_is_that_of_an_optimal_guess(reached, answers, queries):
     """The bound is tight: the optimum over every possible content reaches it."""
-    task = PointerTask(hops=2, keys=2, values=3, queries=queries)
+    task = PointerTask(hops=2, keys=2, values=3, answers=answers, queries=queries)
     bound, optimum = np.array(best_accuracy(task, reached)), best_by_enumeration(task, reached)
     np.testing.assert_allclose(bound, optimum, atol=1e-12)
 
 
-def test_the_papers_staircase_is_its_own_bound():
-    """With its W, which leaves the token itself out, 1, 3 and 5 layers may solve 1, 3 and 6 levels: its table."""
-    task = PointerTask()
-    allowed = {layers: levels_solved(best_accuracy(task, layers * 38)) for layers in (1, 3, 5, 10, 11, 12)}
-    assert allowed == {1: 1, 3: 3, 5: 6, 10: 11, 11: 11, 12: 11}
-    # Counting the token itself, five layers see five levels.
-    assert levels_solved(best_accuracy(task, receptive_field(5, 38))) == 5
+def test_the_bound_of_the_papers_staircase():
+    """In the author's layout. The paper's table has 1, 3, 6, 7, 8 and 11 levels for 1, 3, 5, 10, 11 and 12 layers."""
+    task = PointerTask(hops=9, answers="absent")
+    best = {layers: best_accuracy(task, receptive_field(layers, 38)) for layers in range(1, 13)}
+    allowed = {layers: levels_solved(accuracy) for layers, accuracy in best.items()}
+    assert allowed == {1: 1, 2: 2, 3: 4, 4: 5, 5: 6, 6: 8, 7: 9, 8: 11, 9: 11, 10: 11, 11: 11, 12: 11}
+    assert best[1][1] == pytest.approx(0.28)
+    assert best[5][6] == pytest.approx(0.964)
+
+
+def test_the_bound_in_the_wave_setting():
+    task = PointerTask(hops=9, keys=10, values=20, answers="absent")
+    allowed = {layers: levels_solved(best_accuracy(task, receptive_field(layers, 52))) for layers in (1, 5, 10, 11)}
+    assert allowed == {1: 1, 5: 4, 10: 9, 11: 11}
+
+
+@pytest.mark.parametrize(("keys", "values", "right"), [(5, 10, 0.358), (3, 10, 0.43)])
+def test_the_plateau_is_a_guess_among_the_values_of_the_table(keys, values, right):
+    """The best guess without following a pointer is the most frequent value of the base table."""
+    tables = np.array(list(itertools.product(range(values), repeat=keys)))
+    often = (tables[:, :, None] == np.arange(values)).sum(axis=1).max(axis=1)
+    assert often.mean() / keys == pytest.approx(right, abs=5e-4)
 
 
 def test_the_miniature():
@@ -98,6 +115,8 @@ def test_the_miniature():
     allowed = [levels_solved(best_accuracy(task, receptive_field(layers, task.window))) for layers in range(1, 7)]
     assert allowed == [1, 2, 3, 5, 5, 5]
     assert best_accuracy(task, receptive_field(2, 26)) == pytest.approx([1, 1, 0.4, 0.1, 0.1])
+    layout = PointerTask(hops=4, keys=3, values=10, answers="absent")
+    assert [levels_solved(best_accuracy(layout, receptive_field(n, layout.window))) for n in (2, 4)] == [3, 6]
 
 
 def test_visible_answers_have_no_such_bound():

@@ -49,7 +49,7 @@ def test_the_words_of_the_task_and_its_settings_are_explained(capsys):
         main(["pointer", "--help"])
     out = capsys.readouterr().out
     words, settings = out.split("settings of the task")
-    for word in ("hops", "level", "window", "masked answers"):
+    for word in ("hops", "level", "window", "masked answers", "absent answers"):
         assert f"\n  {word} " in words
     for field in fields(PointerTask):
         assert f"\n  {field.name} " in settings

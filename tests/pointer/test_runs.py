@@ -16,7 +16,7 @@ from contextready.pointer.outcome import outcome, resolve_pointer
 from contextready.pointer.source import SOLVED_ON, PointerSource
 from contextready.pointer.task import PointerTask
 from contextready.runs.checkpoint import newest_checkpoint, open_checkpoint
-from contextready.runs.config import build_run
+from contextready.runs.config import RunConfig, build_run
 from contextready.runs.metrics import read_metrics
 from contextready.train.source import open_source
 from contextready.train.team import Team
@@ -55,6 +55,26 @@ def test_every_kind_of_model_learns_and_is_scored(tmp_path, kind):
     assert scored[-1]["val_loss"] < 0.7 * scored[0]["val_loss"]
     assert result.val_loss == pytest.approx(scored[-1]["val_loss"])
     assert outcome(tmp_path / "run").step == 30
+
+
+@pytest.mark.parametrize("queries", ["level", "none"])
+def test_other_layouts_are_learned_and_the_final_query_is_scored(tmp_path, queries):
+    config = small(tmp_path / "run", "steps=30", "answers=absent", f"queries={queries}")
+    train(config)
+    scored = [record for record in read_metrics(tmp_path / "run") if "accuracy" in record]
+    assert all(len(record["accuracy"]) == 3 for record in scored)
+    assert scored[-1]["val_loss"] < 0.7 * scored[0]["val_loss"]
+    assert RunConfig.from_dict(open_checkpoint(tmp_path / "run").config) == config
+
+
+def test_a_large_clip_clips_nothing(tmp_path):
+    """The recipe for 20 hops relies on this: the gradient keeps its bits."""
+    at = Trainer(small(tmp_path / "run", "clip=1e9"))
+    for parameter in at.model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    before = [parameter.grad.clone() for parameter in at.model.parameters()]
+    torch.nn.utils.clip_grad_norm_(at.model.parameters(), at.config.train.clip)
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(at.model.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["transformer", "bptt"])
@@ -187,12 +207,20 @@ def test_the_miniature_and_the_papers_recipes():
     assert (mini.task.hops, mini.task.keys, mini.task.values) == (4, 3, 10)
     assert (mini.model.width, mini.model.window, mini.model.layers, mini.train.gradient) == (64, 26, 1, "bptt")
     paper = resolve_pointer(["pointer-d1-c256"])
-    assert (paper.model.width, paper.model.heads, paper.model.window, paper.train.block_size) == (256, 4, 38, 338)
+    assert (paper.model.width, paper.model.heads, paper.model.window, paper.train.block_size) == (256, 4, 38, 272)
     assert (paper.train.batch_size, paper.train.lr, paper.train.steps) == (64, 1e-4, 50_000)
     wave = resolve_pointer(["pointer-d1-c128"])
-    assert (wave.model.width, wave.train.lr, wave.task.values, wave.model.vocab_size) == (128, 1e-3, 20, 79)
+    assert (wave.model.width, wave.model.window, wave.train.lr, wave.train.block_size) == (128, 52, 1e-3, 522)
+    assert (wave.task.keys, wave.task.values, wave.model.vocab_size) == (10, 20, 124)
     long = resolve_pointer(["pointer-d1-c512"])
-    assert (long.model.width, long.task.hops, long.train.block_size, long.model.vocab_size) == (512, 20, 658, 119)
+    assert (long.model.width, long.model.window, long.train.lr, long.train.block_size) == (512, None, 1e-4, 502)
+    assert (long.task.hops, long.task.keys, long.task.values, long.model.vocab_size) == (19, 8, 16, 180)
+    for run in (paper, wave, long):
+        t = run.train
+        # Adam without decay at a constant rate.
+        assert (t.weight_decay, t.beta1, t.beta2, t.schedule, t.warmup) == (0.0, 0.9, 0.999, "constant", 0)
+        assert (t.batch_size, t.precision, run.model.dropout, run.task.answers) == (64, "fp32", 0.0, "absent")
+    assert (paper.train.clip, wave.train.clip, long.train.clip) == (1.0, 1.0, 1e9)
     deep = resolve_pointer(["pointer/pointer-n12-c256", "answers=visible"])
     assert (deep.model.layers, deep.model.correction, deep.train.passes) == (12, None, "1")
     assert deep.task.answers == "visible"
@@ -217,7 +245,8 @@ def test_the_command_train_knows_the_task_too(tmp_path, capsys):
         (["hops=0"], "hops must be at least 1, but got 0"),
         (["hops=two"], "hops must be a whole number, but got two"),
         (["answers=maskd"], "did you mean 'masked'?"),
-        (["queries=some"], "queries=some is unknown; choose one of: level, all"),
+        (["queries=some"], "queries=some is unknown; choose one of: level, all, none"),
+        (["queries=none"], "queries=none has no queries that answers=masked could follow; set answers=absent."),
         (["hops=1", "keys=1", "values=2", "out=runs/none"], "has too few sequences to hold some out for testing"),
         (["hopps=3"], "Unknown setting 'hopps'; did you mean 'hops'?"),
         (["task=language"], "task=language is unknown"),
@@ -276,7 +305,9 @@ def test_the_example_is_shown_and_nothing_is_trained(tmp_path, monkeypatch, caps
         "52 tokens, vocabulary of 23, answers visible, attention window 26:\nLevel 0 (base table and queries)"
     )
     assert list(tmp_path.iterdir()) == []
-    for words, window in ((["window=9"], "9"), (["window=none"], "none"), (["pointer-d1-c256", "keys=3"], "26")):
+    shown = [(["window=9"], "9"), (["window=none"], "none"), (["pointer-d1-c256", "keys=3"], "26")]
+    shown += [(["pointer-d1-c256"], "38"), (["pointer-d1-c128"], "52"), (["pointer-d1-c512"], "none")]
+    for words, window in shown:
         assert main(["pointer", "--show", *words]) == 0
         assert f"window {window}:" in capsys.readouterr().out
 

@@ -11,19 +11,23 @@ from contextready.pointer.score import LevelScore, levels_solved, score_levels, 
 from contextready.pointer.task import IGNORED, PointerTask
 
 TASK = PointerTask(hops=2, keys=2, values=3)
+REPEATED = PointerTask(hops=2, keys=2, values=3, answers="absent")
+ASKED = {TASK: [20, 20, 10], REPEATED: [20, 20, 20, 10]}
+ASKED |= {PointerTask(2, 2, 3, answers="absent", queries="none"): ASKED[REPEATED]}
+"""How often ten sequences ask for each level. The final query is a level of its own."""
 
 
-def make(correction, seed=0):
+def make(correction, seed=0, task=TASK):
     torch.manual_seed(seed)
     model = build_model(
-        ModelConfig(TASK.vocab_size, 16, 2, 2, window=TASK.window, correction=correction, extra_ffn=True)
+        ModelConfig(task.vocab_size, 16, 2, 2, window=task.window, correction=correction, extra_ffn=True)
     ).double()
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(0, 0.3)
         # Guess values only, so that some guesses are right.
-        model.backbone.unembedding.weight[TASK.values :] = 0
-        model.backbone.unembedding.weight[: TASK.values] *= 20
+        model.backbone.unembedding.weight[task.values :] = 0
+        model.backbone.unembedding.weight[: task.values] *= 20
     return model
 
 
@@ -32,13 +36,14 @@ def logits_of(model, inputs_BT):
     return model(inputs_BT, passes=inputs_BT.shape[1] + 1 if model.is_recurrent else 1)
 
 
+@pytest.mark.parametrize("task", ASKED, ids=str)
 @pytest.mark.parametrize("correction", [None, "add", "concat"])
-def test_the_score_is_a_count_by_hand(correction, monkeypatch):
+def test_the_score_is_a_count_by_hand(correction, task, monkeypatch):
     monkeypatch.setattr(score, "ROWS", 4)  # several parts, the last one short
-    model, batch = make(correction), TASK.batch("test", 0, 0, 10)
-    found = score_levels(model, TASK, batch)
+    model, batch = make(correction, task=task), task.batch("test", 0, 0, 10)
+    found = score_levels(model, task, batch)
     logits_BTV = logits_of(model, batch.inputs_BT).detach()
-    asked, right, nll = (np.zeros(TASK.levels) for _ in range(3))
+    asked, right, nll = (np.zeros(task.levels) for _ in range(3))
     for row in range(10):
         for t, target in enumerate(batch.targets_BT[row].tolist()):
             if target != IGNORED:
@@ -47,7 +52,7 @@ def test_the_score_is_a_count_by_hand(correction, monkeypatch):
                 right[level] += int(logits_BTV[row, t].argmax()) == target
                 nll[level] -= float(logits_BTV[row, t].log_softmax(-1)[target])
     assert np.array_equal(found.asked_L, asked)
-    assert asked.tolist() == [20, 20, 10]
+    assert asked.tolist() == ASKED[task]
     assert np.array_equal(found.right_L, right)
     assert 0 < right.sum() < asked.sum()
     np.testing.assert_allclose(found.nll_L, nll, rtol=1e-9)

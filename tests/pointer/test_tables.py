@@ -18,7 +18,7 @@ from contextready.cli.main import main
 from contextready.cli.reproduce import EXPERIMENTS, Overview
 from contextready.errors import ContextReadyError
 from contextready.pointer.outcome import outcome, resolve_pointer
-from contextready.pointer.report import as_markdown
+from contextready.pointer.report import as_markdown, draw_report
 from contextready.pointer.results import jobs_of, results_of
 from contextready.pointer.score import score_levels, score_passes
 from contextready.pointer.trials import PARTS, PASSES, trials_of
@@ -63,21 +63,45 @@ def test_the_rows_of_the_other_parts():
         ("implicit", "20"),
     ]
     everything = trials_of("cpu", PARTS)
-    assert len({trial.key for trial in everything}) == len(everything) == 14 + 2 + 9
+    assert len({trial.key for trial in everything}) == len(everything) == 14 + 3 + 2 + 9
+
+
+def test_the_rows_in_the_authors_layout():
+    rows = trials_of("cpu", ["layout"])
+    assert [trial.key for trial in rows] == ["absent-d1", "absent-n2", "absent-n4"]
+    masked = {trial.key.removeprefix("masked-"): trial for trial in trials_of("cpu", ["table"])}
+    for trial in rows:
+        run = resolve_pointer(trial.words(0, Path("runs")))
+        assert (run.task.answers, run.task.hops, run.task.levels, run.model.window) == ("absent", 4, 6, 26)
+        # Only the layout and the number of steps differ from the main table.
+        other = resolve_pointer(masked[trial.key.removeprefix("absent-")].words(0, Path("runs")))
+        same = {key: getattr(run.train, key) for key in ("block_size", "eval_tokens", "steps", "out")}
+        assert (replace(other.train, **same), other.model) == (run.train, run.model)
+        assert run.train.steps == 6000
+    # At the paper's scale, the main table has this layout.
+    paper = trials_of("paper", ["layout"])
+    assert {trial.key for trial in paper} == {"absent-d1", *(f"absent-n{n}" for n in (1, 3, 5, 10, 11, 12))}
+    assert {trial.part for trial in paper} == {"table"}
 
 
 def test_the_rows_at_the_papers_scale():
     table = trials_of("paper", ["table"])
     depths = {trial.layers for trial in table if not trial.ready}
     assert depths == {1, 3, 5, 10, 11, 12}
+    assert [trial.key for trial in trials_of("paper", ["headline"])] == ["absent-d1", "absent-n3"]
+    for trial in table:
+        run = resolve_pointer(trial.words(0, Path("runs")))
+        assert (run.task.answers, run.task.hops) in (("absent", 9), ("visible", 10))
+        assert (run.model.window, run.task.levels) == (38, 11)
+    growth = [resolve_pointer(trial.words(0, Path("runs"))) for trial in trials_of("paper", ["growth"])]
+    assert [(run.train.block_size, run.model.window) for run in growth] == [(272, 38), (522, 52), (502, None)]
     for trial in trials_of("paper", PARTS):
         run = resolve_pointer(trial.words(0, Path("runs")))
-        assert run.model.window == 38
         assert run.train.steps == 50_000
         assert run.train.precision == "fp32"
     # Parallel training is compared with a run of the table, not with a second run of the same settings.
     parallel = [trial.key for trial in trials_of("paper", ["parallel"])]
-    assert parallel[0] == "masked-d1"
+    assert parallel[0] == "absent-d1"
     assert "parallel-bptt" not in parallel
     words = [" ".join(trial.words(0, Path("x"))[:-1]) for trial in trials_of("paper", PARTS)]
     assert len(set(words)) == len(words)
@@ -111,6 +135,18 @@ def test_the_runs_are_trained_and_reported(made):
     for name in ("staircase", "wave"):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert "<svg" in (out / f"{name}.svg").read_text()
+
+
+def test_the_authors_layout_is_trained_and_reported(tmp_path):
+    rows = [trial for trial in trials_of("cpu", ["layout"]) if trial.key != "absent-n4"]
+    for job in jobs_of(rows, [0], tmp_path, [*TINY, "steps=2"]):
+        assert main(list(job.words)) == 0
+    results = results_of(rows, tmp_path)
+    report = as_markdown(results, tmp_path)
+    assert "Answers absent (the last level is the final query, which repeats the level before):" in report
+    assert re.findall(r"^\| (N=2|D=1 BPTT) +\| \S+ of 6 ", report, flags=re.MULTILINE) == ["N=2", "D=1 BPTT"]
+    assert "| 1.00 1.00 1.00 0.33 0.33 0.33 |" in report  # what two layers of window 26 allow with three values
+    assert {path.name for path in draw_report(results, tmp_path)} == {"wave-layout.png", "wave-layout.svg"}
 
 
 def test_finished_runs_are_not_repeated_and_more_steps_resume_them(made, capsys):

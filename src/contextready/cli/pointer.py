@@ -20,6 +20,7 @@ The folder of the run also gets a plot of all levels over training, wave.png and
 EXAMPLES = """\
 crt pointer --show hops=2 answers=visible          # print an example in the paper's format
 crt pointer                                        # train one context-ready layer
+crt pointer --show pointer-d1-c256                 # the layout of the author's runs
 crt pointer correction=none layers=2 out=runs/n2   # train a two-layer transformer
 crt pointer correction=none layers=1 extra_ffn=true out=runs/n1-ffn
 crt pointer gradient=unroll passes=10 out=runs/k10
@@ -32,10 +33,14 @@ terms:
   level             A query at level n follows n pointers and then reads a value.
   window            How many tokens a token attends to, itself included. The
                     default is 6 · keys + 8: a query sees its own level and
-                    nothing before the previous one.
+                    nothing before the previous one. With queries=none there is
+                    no window by default.
   masked answers    If the input shows the answer after each query (visible), a
                     query only has to copy an answer from the level before. With
-                    masked answers it has to follow all pointers."""
+                    masked answers it has to follow all pointers.
+  absent answers    Nothing follows a query, as in the runs behind the paper's table
+                    (hops=9). The final query asks for the last level once more
+                    and counts as one more level."""
 
 
 def add(verbs: Verbs) -> None:

@@ -16,7 +16,7 @@ class PointerExperiment:
     """The tables of pointer chasing, in miniature or at the sizes of the paper."""
 
     scales = ("cpu", "paper")
-    parts = ("headline", "table", "growth", "parallel")
+    parts = ("headline", "table", "layout", "growth", "parallel")
     default_part = "table"
     help = """\
 parts of pointer (default: table):
@@ -24,12 +24,15 @@ parts of pointer (default: table):
                           answers; minutes on two cores
   table                   one context-ready layer and transformers of several depths, in both
                           variants of the task: with masked and with visible answers
+  layout                  one context-ready layer against transformers with two and four layers,
+                          on sequences as in the author's runs: without any answer or placeholder
   growth                  one context-ready layer with more hops (lookups in a row)
   parallel                one context-ready layer trained by K parallel passes instead of
                           backpropagation through time (BPTT)
   all                     everything above
 
-crt pointer --help explains hops, levels, the window and masked answers."""
+With --scale paper, answers are absent where they are masked here, as in the author's runs.
+crt pointer --help explains hops, levels, the window, and masked and absent answers."""
 
     def jobs(
         self, scale: str, parts: Sequence[str], seeds: Sequence[int], out: Path, changes: Sequence[str]

@@ -12,8 +12,8 @@ from contextready.pointer.outcome import Outcome
 from contextready.pointer.plots import Staircase, draw_staircases, draw_waves, read_wave
 from contextready.pointer.results import Result
 from contextready.pointer.score import best_accuracy, levels_solved, score_levels, score_passes
-from contextready.pointer.task import PointerTask
-from contextready.pointer.trials import PASSES, VARIANTS
+from contextready.pointer.task import ANSWERS, PointerTask
+from contextready.pointer.trials import PASSES
 from contextready.runs.checkpoint import newest_checkpoint, open_checkpoint
 from contextready.train.trials import aligned
 
@@ -37,11 +37,12 @@ Accuracies = dict[int | None, list[float]]
 def as_markdown(results: Sequence[Result], out: Path) -> str:
     """Format all tables for which there are runs, with an explanation of their columns."""
     parts = []
-    for answers in VARIANTS:
-        mine = [r for r in results if r.trial.belongs_to("table") and r.trial.answers == answers]
+    for answers in ANSWERS:
+        mine = [r for r in results if r.trial.part in ("table", "layout") and r.trial.answers == answers]
         if mine:
             allowed = {"the window allows": [window_allows(result) for result in mine]}
-            parts.append(f"Answers {answers}:\n\n{_table(mine, allowed)}")
+            again = " (the last level is the final query, which repeats the level before)" * (answers == "absent")
+            parts.append(f"Answers {answers}{again}:\n\n{_table(mine, allowed)}")
     if any(r.trial.part == "growth" for r in results):
         parts.append(f"More hops:\n\n{_table([r for r in results if r.trial.belongs_to('growth')])}")
     if any(r.trial.part == "parallel" for r in results):
@@ -186,11 +187,12 @@ def draw_report(results: Sequence[Result], out: Path) -> list[Path]:
     """Draw the staircases of finished runs and the waves of each row's first seed, as PNG and SVG."""
     written: list[Path] = []
     table = [r for r in results if r.trial.part == "table"]
-    stairs = [stair for answers in VARIANTS if (stair := _staircase(table, answers)) is not None]
+    stairs = [stair for answers in ANSWERS if (stair := _staircase(table, answers)) is not None]
     if stairs:
         written += draw_staircases(stairs, max(task_of(r).levels for r in table), out / "staircase")
     for name, those in (
-        ("wave", [r for r in table if r.trial.answers == "masked"]),
+        ("wave", [r for r in table if r.trial.answers != "visible"]),
+        ("wave-layout", [r for r in results if r.trial.part == "layout"]),
         ("wave-growth", [r for r in results if r.trial.part == "growth"]),
         ("wave-parallel", [r for r in results if r.trial.part == "parallel"]),
     ):

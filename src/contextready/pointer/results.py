@@ -39,7 +39,7 @@ def jobs_of(trials: Sequence[Trial], seeds: Sequence[int], out: Path, changes: S
     changed = set(with_new_names(parse_assignments(changes)))
     own = {word.partition("=")[0] for trial in trials for word in trial.settings}
     if any(trial.part == "growth" for trial in trials):
-        own |= {"hops", "values", "width"}
+        own |= {"hops", "keys", "values", "queries", "window", "width"}
     for key in sorted(changed & (OF_TRIALS | own - MAY_CHANGE)):
         raise ContextReadyError(
             f"{key} cannot be set here, because the rows differ in it; train one row with crt pointer."

@@ -106,12 +106,12 @@ def _scores(
 def best_accuracy(task: PointerTask, reached: int) -> list[float]:
     """Compute the best possible accuracy at each level for a function that sees at most `reached` positions back.
 
-    This holds for masked answers only. A query at level 0 asks for its own entry of the base table. The chain of a
-    later query ends at every entry equally often. If that entry's value is out of sight, the function can only guess
-    one of the V values, because they are drawn independently.
+    This does not hold for visible answers, with which a query need not reach the base table. A query at level 0 asks
+    for its own entry of the base table. The chain of a later query ends at every entry equally often. If that entry's
+    value is out of sight, the function can only guess one of the V values, because they are drawn independently.
     """
-    if task.answers != "masked":
-        raise ValueError("best_accuracy needs masked answers: with visible ones a query need not reach the base table.")
+    if task.answers == "visible":
+        raise ValueError("best_accuracy does not hold for visible answers: a query need not reach the base table.")
     levels_T = task.batch("train", 0, 0, 1).levels_T.numpy()
     value_positions_M = 3 * np.arange(task.keys)
     best = []

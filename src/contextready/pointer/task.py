@@ -6,6 +6,9 @@ Every table is followed by queries, `Q key answer`, and the target is at the key
 
     v3 = A v0 = B v8 = C | Q A v3 Q B v0 Q C v8 | A = D B = E C = F | Q D v3 …
 
+With answers=absent, queries are pairs, `Q key`. The last table's keys are then queried like all others, and one of them
+once more at the end. With queries=none there is only this final query, and the other targets are at the tables' keys.
+
 A sequence depends only on the seed, the split, the step and the row. No sequence is in both splits.
 This module imports torch only when it creates a batch, so that the settings can be described without torch.
 """
@@ -22,8 +25,8 @@ from contextready.formats.limits import check_count, check_memory, shown
 if TYPE_CHECKING:
     from torch import Tensor
 
-ANSWERS = ("masked", "visible")
-QUERIES = ("level", "all")
+ANSWERS = ("masked", "visible", "absent")
+QUERIES = ("level", "all", "none")
 SPLITS = ("train", "test")
 """The target at positions that are not queries."""
 HELD_OUT = 8
@@ -31,7 +34,7 @@ HELD_OUT = 8
 LETTERS = "ABCDEFGHIJKLMNOPRSTUVWXYZ"
 """Names of keys, if there are enough letters. Q is missing because it marks a query."""
 LIMITS = {"hops": 10_000, "keys": 10_000, "values": 10**6}
-"""The largest value of each size; the paper uses 20, 5 and 20."""
+"""The largest value of each size; the paper uses 20, 10 and 20."""
 LONGEST = 2**18
 """Tokens of the longest sequence, which is written token by token."""
 MOST_ROUNDS = 32
@@ -43,9 +46,9 @@ class PointerBatch(NamedTuple):
 
     inputs_BT: "Tensor"
     targets_BT: "Tensor"
-    """The answer at the key of every query, and IGNORED elsewhere."""
+    """The answer at every key that is asked for, and IGNORED elsewhere."""
     levels_T: "Tensor"
-    """The level of the query at each position, and -1 elsewhere."""
+    """The level that is asked for at each position, and -1 elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +60,15 @@ class PointerTask:
     command: ClassVar[str] = "crt pointer"
 
     hops: int = 10
-    """Number of tables after the base table (H). Queries at level n follow n pointers; levels go from 0 to H."""
+    """Number of tables after the base table (H). Queries at level n follow n pointers; n goes from 0 to H."""
     keys: int = 5
     """Number of keys per table (M)."""
     values: int = 10
     """Number of possible values in the base table (V)."""
     answers: str = "masked"
-    """masked: a placeholder stands in for each answer in the input. visible: it is shown, as in the paper's example."""
+    """What follows a query: a placeholder (masked), the answer, as in the paper (visible), or nothing (absent)."""
     queries: str = "level"
-    """level: after each table its own keys are queried, as in the paper's example. all: all keys so far are queried."""
+    """What follows a table: queries for its keys (level) or for all so far (all), or none (its keys have targets)."""
 
     def __post_init__(self) -> None:
         for name, most in LIMITS.items():
@@ -76,6 +79,10 @@ class PointerTask:
             if getattr(self, name) not in valid:
                 value = getattr(self, name)
                 raise ContextReadyError(f"{name}={shown(value)} is unknown; {nearest(value, valid)}")
+        if self.queries == "none" and self.answers != "absent":
+            raise ContextReadyError(
+                f"queries=none has no queries that answers={self.answers} could follow; set answers=absent."
+            )
         if self.length > LONGEST:
             raise ContextReadyError(
                 f"With hops={self.hops}, keys={self.keys} and queries={self.queries}, a sequence has {self.length:,} "
@@ -83,26 +90,40 @@ class PointerTask:
             )
 
     @property
-    def window(self) -> int:
-        """The attention window with which a query sees its own level and at most the previous one; 38 in the paper."""
-        return 6 * self.keys + 8
+    def window(self) -> int | None:
+        """The attention window with which a query sees its own level and at most the previous one; 38 in the paper.
+
+        There is none with queries=none, as in the author's runs of this variant.
+        """
+        return None if self.queries == "none" else 6 * self.keys + 8
 
     @property
     def vocab_size(self) -> int:
-        """Number of distinct tokens: the values, the keys of every level, "=", "|", "Q" and the placeholder."""
+        """Number of distinct tokens: the values, the keys of every table, "=", "|", "Q" and the placeholder."""
         return self.values + (self.hops + 1) * self.keys + 4
 
     @property
+    def repeats_last(self) -> bool:
+        """Whether the final query asks for the last table once more, instead of being the only query for it."""
+        return self.answers == "absent"
+
+    @property
     def levels(self) -> int:
-        """Number of levels, H + 1."""
-        return self.hops + 1
+        """Number of levels that are scored: H + 1, and one more for a final query that repeats level H.
+
+        The paper counts the repeated level like the others: its levels 0 to 10 are 10 tables.
+        """
+        return self.hops + 1 + self.repeats_last
 
     @property
     def length(self) -> int:
-        """Tokens per sequence (T); 338 in the paper's setting."""
-        H = self.hops
-        sections = H if self.queries == "level" else H * (H + 3) // 2
-        return (H + 1) * (3 * self.keys + 1) + 3 * self.keys * sections + H + 2
+        """Tokens per sequence (T)."""
+        H, again, tables = self.hops, self.repeats_last, (self.hops + 1) * (3 * self.keys + 1)
+        if self.queries == "none":
+            return tables + 2
+        sections = (H if self.queries == "level" else H * (H + 3) // 2) + again
+        per_query = 2 if self.answers == "absent" else 3
+        return tables + per_query * self.keys * sections + H + again + 2
 
     @property
     def equals(self) -> int:
@@ -155,16 +176,17 @@ class PointerTask:
         writer = _Writer(self, len(base_BM))
         for level in range(H + 1):
             pointed_BM = base_BM if level == 0 else self.key(level - 1, 0) + pointers_BHM[:, level - 1]
-            writer.table(level, pointed_BM)
-            asked = range(level + 1) if self.queries == "all" else [level]
-            for about in asked:
-                if about < H:
+            writer.table(level, pointed_BM, answers[level] if self.queries == "none" else None)
+            if self.queries == "none":
+                continue
+            for about in range(level + 1) if self.queries == "all" else [level]:
+                if about < H or self.repeats_last:
                     writer.queries(about, answers[about])
-            if level < H:
+            if level < H or self.repeats_last:
                 writer.add(self.bar)
         final_B1 = np.take_along_axis(answers[H], last_B[:, None], axis=1)
         writer.add(self.query)
-        writer.add(self.key(H, 0) + last_B, target=final_B1[:, 0], level=H)
+        writer.add(self.key(H, 0) + last_B, target=final_B1[:, 0], level=self.levels - 1)
         return writer.batch()
 
     def _draw(self, rng: np.random.Generator, rows: int, test: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -204,7 +226,7 @@ class PointerTask:
         if token >= self.equals:
             return "=|Q_"[token - self.equals]
         name = token - self.values
-        if self.levels * self.keys <= len(LETTERS):
+        if (self.hops + 1) * self.keys <= len(LETTERS):
             return LETTERS[name]
         return f"k{name // self.keys}.{name % self.keys}"
 
@@ -214,10 +236,13 @@ class PointerTask:
         inputs = [self.spelled(token) for token in tokens]
         targets = ["_" if target == IGNORED else self.spelled(int(target)) for target in batch.targets_BT[row]]
         lines, first, level, widest = [], 0, -1, self._widest
+        rest = "" if self.queries == "none" else " and queries"
         for end in [*(i + 1 for i, token in enumerate(tokens) if token == self.bar), len(tokens)]:
             if tokens[first] != self.query:
                 level += 1
-                lines.append(f"Level {level} ({'index table' if level else 'base table'} and queries)")
+                lines.append(f"Level {level} ({'index table' if level else 'base table'}{rest})")
+            elif self.repeats_last and end == len(tokens):
+                lines.append(f"Level {level + 1} (final query, level {level} again)")
             for name, words in (("Input: ", inputs), ("Target:", targets)):
                 lines.append(f"  {name} " + " ".join(f"{word:>{widest}}" for word in words[first:end]))
             first = end
@@ -248,12 +273,13 @@ class _Writer:
         self.targets.append(np.broadcast_to(np.asarray(target), (self.rows,)))
         self.levels.append(level)
 
-    def table(self, level: int, pointed_BM: np.ndarray) -> None:
-        """Append a table: what each key of a level points to, then the key."""
+    def table(self, level: int, pointed_BM: np.ndarray, answers_BM: np.ndarray | None = None) -> None:
+        """Append a table: what each key of a level points to, then the key, which has a target if there are answers."""
         for number in range(self.task.keys):
             self.add(pointed_BM[:, number])
             self.add(self.task.equals)
-            self.add(self.task.key(level, number))
+            target, asked = (IGNORED, -1) if answers_BM is None else (answers_BM[:, number], level)
+            self.add(self.task.key(level, number), target, asked)
         self.add(self.task.bar)
 
     def queries(self, level: int, answers_BM: np.ndarray) -> None:
@@ -261,7 +287,8 @@ class _Writer:
         for number in range(self.task.keys):
             self.add(self.task.query)
             self.add(self.task.key(level, number), target=answers_BM[:, number], level=level)
-            self.add(answers_BM[:, number] if self.task.answers == "visible" else self.task.placeholder)
+            if self.task.answers != "absent":
+                self.add(answers_BM[:, number] if self.task.answers == "visible" else self.task.placeholder)
 
     def batch(self) -> PointerBatch:
         """The sequences as tensors."""

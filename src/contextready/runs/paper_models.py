@@ -6,8 +6,6 @@ from contextready.model.config import ModelConfig
 
 OWT_VOCABULARY = 32_000
 WIKI_VOCABULARY = 16_000
-# Pointer chasing: 5 keys for each of 11 (or 21) levels, 10 (or 20) values, and the tokens "=", "|", "Q", "masked".
-POINTER_VOCABULARY = 5 * 11 + 10 + 4
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,18 @@ def _wiki(layers: int, width: int, correction: str | None = None, extra_ffn: boo
     return ModelConfig(WIKI_VOCABULARY, width, layers, heads, extra_ffn=extra_ffn, dropout=0.2, correction=correction)
 
 
-def _pointer(layers: int, width: int = 256, correction: str | None = None, extra_tokens: int = 0) -> ModelConfig:
-    return ModelConfig(POINTER_VOCABULARY + extra_tokens, width, layers, heads=4, window=38, correction=correction)
+def _pointer(
+    layers: int,
+    width: int = 256,
+    correction: str | None = None,
+    *,
+    tables: int = 10,
+    keys: int = 5,
+    values: int = 10,
+    window: int | None = 38,
+) -> ModelConfig:
+    # Keys of every table, values, and the tokens "=", "|", "Q" and a placeholder.
+    return ModelConfig(tables * keys + values + 4, width, layers, heads=4, window=window, correction=correction)
 
 
 PAPER_MODELS: dict[str, PaperModel] = {
@@ -111,11 +119,14 @@ PAPER_MODELS: dict[str, PaperModel] = {
     "wiki-d3-c74": PaperModel(_wiki(3, 74, "add"), "scale", 256),
     "wiki-n3-c74-hffn": PaperModel(_wiki(3, 74, extra_ffn=True), "scale", 256),
     "wiki-d1-c50": PaperModel(_wiki(1, 50, "add"), "k_min", 256),
-    # Pointer chasing: T is 11 levels, each with a table (16) and a query section (16; the last has one query).
-    **{f"pointer-n{n}-c256": PaperModel(_pointer(n), "pointer", 338) for n in (1, 3, 5, 10, 11, 12)},
-    "pointer-d1-c256": PaperModel(_pointer(1, correction="add"), "pointer", 338),
-    "pointer-d1-c128": PaperModel(_pointer(1, 128, "add", extra_tokens=10), "pointer (wave)", 338),
-    "pointer-d1-c512": PaperModel(_pointer(1, 512, "add", extra_tokens=50), "pointer (20 hops)", 658),
+    # Pointer chasing: T is 10 tables of 3M + 1 tokens, each followed by 2M + 1 tokens of queries, and a final query.
+    # The last model has 20 tables without queries. The paper states neither these layouts nor M=10 and M=8.
+    **{f"pointer-n{n}-c256": PaperModel(_pointer(n), "pointer", 272) for n in (1, 3, 5, 10, 11, 12)},
+    "pointer-d1-c256": PaperModel(_pointer(1, correction="add"), "pointer", 272),
+    "pointer-d1-c128": PaperModel(_pointer(1, 128, "add", keys=10, values=20, window=52), "pointer (wave)", 522),
+    "pointer-d1-c512": PaperModel(
+        _pointer(1, 512, "add", tables=20, keys=8, values=16, window=None), "pointer (20 hops)", 502
+    ),
 }
 
 
