@@ -57,7 +57,7 @@ def empirical_rate(model: ContextReady, tokens_BT: Tensor, corrections: int) -> 
 
 def correction_trajectory(model: ContextReady, tokens_BT: Tensor, corrections: int) -> list[Tensor]:
     """Return c^(0) = 0, c^(1), … c^(n), the corrections used by passes 1 … n + 1."""
-    e_BTC = model.backbone.embed(tokens_BT)
+    e_BTC = model.embed(tokens_BT)
     results = islice(model.passes(e_BTC), corrections + 1)
     return [torch.zeros_like(e_BTC) if r.correction_BTC is None else r.correction_BTC for r in results]
 

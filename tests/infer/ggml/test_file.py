@@ -169,7 +169,7 @@ def test_files_with_the_wrong_contents_are_a_sentence(tmp_path):
         (changed("embedding_length", "string", "four"), GOOD, "sizes do not describe a model; export"),
         (changed("attention.head_count", "uint32", 3), GOOD, "sizes do not describe a model .*heads=3"),
         (changed("correction", "string", "more"), GOOD, "sizes do not describe a model .*Unknown correction 'more'"),
-        (changed("format", "uint32", 3), GOOD, "has format version 3, but this version of contextready reads 1"),
+        (changed("format", "uint32", 3), GOOD, "has format version 3, but this version of contextready reads 1 and 2"),
     ):
         write(bad, case, tensors)
         with pytest.raises(ContextReadyError, match=sentence):
@@ -213,6 +213,9 @@ def test_a_tensor_that_the_configuration_does_not_name_is_refused(tmp_path, name
         ("context_length", "uint32", 0, "context_length must be between 1 and 2,147,483,648, but got 0"),
         ("rope.freq_base", "float64", float("nan"), "rope_base must be greater than 1"),
         ("rope.freq_base", "float64", float("inf"), "rope_base must be greater than 1"),
+        ("rope.type", "string", "halves", "rope=halves is unknown"),
+        ("rope.type", "uint32", 2, "sizes do not describe a model; export"),
+        ("head_bias", "uint32", 1, "sizes do not describe a model; export"),
     ],
 )
 def test_sizes_are_limited_before_anything_depends_on_them(tmp_path, name, type, value, sentence):
