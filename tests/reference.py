@@ -205,6 +205,17 @@ def empirical_rate(model: Model, tokens: list[int], K: int) -> float:
     return max(ratios)
 
 
+def channel_rate(model: Model, rows: list[list[int]], K: int) -> float:
+    """max |c_K - c_{K-1}| / max |c_{K-1} - c_{K-2}|, each over all rows, positions and channels."""
+    largest = [0.0, 0.0]
+    for tokens in rows:
+        c = trajectory(model, tokens, K)[1]
+        for t in range(len(tokens)):
+            for i, k in enumerate((K - 1, K)):
+                largest[i] = max(largest[i], *(abs(v) for v in c[k][t] - c[k - 1][t]))
+    return largest[1] / largest[0]
+
+
 def streaming(model: Model, tokens: list[int]) -> np.ndarray:
     """Algorithm 1."""
     caches = fresh_caches(model)
