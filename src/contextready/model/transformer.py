@@ -91,10 +91,8 @@ class Transformer(nn.Module):
     def initialise(self) -> None:
         """Initialize all weights."""
         init_weights(self, self.config.init)
-        if self.config.init == "torch":
-            return
         # Residual branches add up over depth, so deeper models start with smaller ones, as in GPT-2.
-        for block in self.layers:
+        for block in self.layers if self.config.init == "gpt2" else ():
             assert isinstance(block, Block)
             for linear in (block.attn.out, block.ffn.down):
                 fill_normal(linear.weight, INIT_STD / (2 * self.config.layers) ** 0.5)
@@ -162,13 +160,18 @@ def fill_normal(weight: Tensor, std: float) -> None:
 
 def init_weights(module: nn.Module, init: str = "gpt2") -> None:
     """Initialize with normal weights of standard deviation 0.02 and zero biases (gpt2), or as PyTorch does (torch)."""
+    initialise = {"gpt2": _as_in_gpt2, "torch": _as_in_torch}[init]
     for part in module.modules():
-        if not isinstance(part, nn.Linear | nn.Embedding):
-            continue
-        if init == "torch":
-            if not part.weight.is_meta:
-                part.reset_parameters()
-            continue
-        fill_normal(part.weight, INIT_STD)
-        if isinstance(part, nn.Linear) and part.bias is not None:
-            nn.init.zeros_(part.bias)
+        if isinstance(part, nn.Linear | nn.Embedding):
+            initialise(part)
+
+
+def _as_in_gpt2(part: nn.Linear | nn.Embedding) -> None:
+    fill_normal(part.weight, INIT_STD)
+    if isinstance(part, nn.Linear) and part.bias is not None:
+        nn.init.zeros_(part.bias)
+
+
+def _as_in_torch(part: nn.Linear | nn.Embedding) -> None:
+    if not part.weight.is_meta:
+        part.reset_parameters()
