@@ -125,9 +125,9 @@ def test_files_that_are_no_whole_export_are_a_sentence(tmp_path, monkeypatch):
     bad.write_bytes(whole.replace(b"contextready", b"contextsteady", 1).replace(b"l.architecture", b"l.architectur", 1))
     refused("damaged or incomplete|another kind")
     with monkeypatch.context() as patch:
-        patch.setattr(gguf_file, "FORMAT", 2)
+        patch.setattr(gguf_file, "FORMATS", (3, 4))
         write_gguf(single(), bad, 8)
-    refused("has format version 2, but")
+    refused("has format version 3, but")
 
 
 SIZES = {"format": 1, "context_length": 8, "vocab_size": 5, "embedding_length": 4, "block_count": 1}
