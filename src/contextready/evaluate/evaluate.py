@@ -160,7 +160,12 @@ def evaluate_checkpoint(
     trained = checkpoint.config["train"]
     passes = largest_passes(trained)
     corrections = CONVERGED if passes is None or passes == 1 else passes
-    batch_size = trained["batch_size"] * trained["accumulate"]
+    if options.get("sample") is not None and "batch_size" not in trained:
+        raise ContextReadyError(
+            f"{checkpoint.folder} does not record the batch size of its training, which --sample needs; leave --sample "
+            "out, or evaluate the run itself."
+        )
+    batch_size = trained.get("batch_size", 1) * trained.get("accumulate", 1)
     model = checkpoint.model().to(device)
     return evaluate(
         model,
