@@ -89,10 +89,10 @@ def oracle(model):
         embedding=w[f"{prefix}embedding.weight"],
         layers=layers,
         norm_out=norm(f"{prefix}final_norm"),
-        w_head=w[f"{prefix}unembedding.weight"],
+        head=linear(f"{prefix}unembedding"),
         heads=backbone.config.heads,
         window=backbone.config.window,
-        rope_base=backbone.config.rope_base,
+        rope_base=None if backbone.config.rope == "integer" else backbone.config.rope_base,
         extra=(norm(f"{prefix}extra_norm"), ffn(f"{prefix}extra_ffn")) if backbone.config.extra_ffn else None,
         variant=backbone.config.correction,
         corr_norms={

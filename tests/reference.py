@@ -61,10 +61,11 @@ class Model:
     embedding: np.ndarray
     layers: list[Layer]
     norm_out: LN
-    w_head: np.ndarray
+    head: Linear
     heads: int
     window: int | None = None
-    rope_base: float = 10_000.0
+    rope_base: float | None = 10_000.0
+    """None: neighbouring channels turn by 0, 1, 2, … radians per position."""
     extra: tuple[LN, FFN] | None = None
     variant: str | None = None
     corr_norms: dict[str, LN] | None = None
@@ -80,14 +81,18 @@ class Caches:
     values: list[list[Vector]] = field(default_factory=list)
 
 
-def rope(x: Vector, position: int, base: float) -> Vector:
-    """Rotate the pair (i, i + half) of one head's vector by position / base^(2i / size)."""
+def rope(x: Vector, position: int, base: float | None) -> Vector:
+    """Rotate the pair (i, i + half) of one head's vector by position / base^(2i / size).
+
+    Without a base, rotate the pair (2i, 2i + 1) by i radians per position.
+    """
     half = len(x) // 2
     y = np.zeros_like(x)
     for i in range(half):
-        angle = position / base ** (2 * i / len(x))
-        y[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
-        y[i + half] = x[i] * math.sin(angle) + x[i + half] * math.cos(angle)
+        first, second = (2 * i, 2 * i + 1) if base is None else (i, i + half)
+        angle = position * i if base is None else position / base ** (2 * i / len(x))
+        y[first] = x[first] * math.cos(angle) - x[second] * math.sin(angle)
+        y[second] = x[first] * math.sin(angle) + x[second] * math.cos(angle)
     return y
 
 
@@ -126,6 +131,8 @@ def correction(model: Model, z_prev: Vector, x_prev: Vector, e: Vector) -> Vecto
     if model.variant in ("add", "tied"):
         ffn = model.corr_ffn if model.variant == "add" else model.layers[-1].ffn
         return model.corr_scale * ffn(model.corr_norms["norm"](z_prev + e))
+    if model.variant == "tied_norm":
+        return model.layers[-1].ffn(model.layers[-1].norm_f(z_prev + e))
     if model.variant == "balanced":
         both = model.corr_norms["norm_z"](z_prev) + model.corr_norms["norm_e"](e)
         return model.corr_scale * model.corr_ffn(both)
@@ -135,6 +142,8 @@ def correction(model: Model, z_prev: Vector, x_prev: Vector, e: Vector) -> Vecto
         return model.corr_scale * model.corr_ffn(model.corr_norms["norm"](e))
     if model.variant == "concat":
         return model.corr_scale * model.corr_ffn(model.corr_norms["norm"](np.concatenate([z_prev, e])))
+    if model.variant == "concat_z":
+        return model.corr_scale * model.corr_ffn(np.concatenate([model.corr_norms["norm"](z_prev), e]))
     if model.variant == "block_head":
         return z_prev - x_prev
     raise AssertionError(model.variant)
@@ -151,7 +160,7 @@ def run_blocks(model: Model, x: list[Vector]) -> list[Vector]:
 
 
 def predict(model: Model, z: list[Vector]) -> np.ndarray:
-    return np.stack([model.w_head @ model.norm_out(z_t) for z_t in z])
+    return np.stack([model.head(model.norm_out(z_t)) for z_t in z])
 
 
 def transformer(model: Model, tokens: list[int]) -> np.ndarray:
@@ -194,6 +203,17 @@ def empirical_rate(model: Model, tokens: list[int], K: int) -> float:
         if before > 1e-12:
             ratios.append(math.sqrt(sum((c[K][t] - c[K - 1][t]) ** 2)) / before)
     return max(ratios)
+
+
+def channel_rate(model: Model, rows: list[list[int]], K: int) -> float:
+    """max |c_K - c_{K-1}| / max |c_{K-1} - c_{K-2}|, each over all rows, positions and channels."""
+    largest = [0.0, 0.0]
+    for tokens in rows:
+        c = trajectory(model, tokens, K)[1]
+        for t in range(len(tokens)):
+            for i, k in enumerate((K - 1, K)):
+                largest[i] = max(largest[i], *(abs(v) for v in c[k][t] - c[k - 1][t]))
+    return largest[1] / largest[0]
 
 
 def streaming(model: Model, tokens: list[int]) -> np.ndarray:

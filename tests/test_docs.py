@@ -61,7 +61,7 @@ def can_run(words):
 def smaller(words):
     """The same command with a tiny model and few steps."""
     verb, *rest = words
-    if {"--dry-run", "--show", "--list", "--report"} & set(rest):
+    if {"--dry-run", "--show", "--list", "--report", "--sample"} & set(rest):
         return words
     given = {word.partition("=")[0] for word in rest if "=" in word}
     quick = STUDY if words[:2] == ["reproduce", "training"] else LESS.get(verb, [])

@@ -26,21 +26,21 @@ def crt(capsys, monkeypatch):
 def runs(tmp_path_factory, data):
     """Two untrained models: one of the paper's smallest shape, and one that the paper does not have."""
     folder = tmp_path_factory.mktemp("runs")
-    tiny = {"steps": 1, "layers": 1, "correction": "add"}
+    tiny = {"steps": 1, "layers": 1, "correction": "blind"}
     train_helpers.run(data, folder / "wiki", width=50, heads=1, vocab_size=16_000, **tiny)
     train_helpers.run(data, folder / "other", **tiny)
     return folder
 
 
 def test_info_prints_the_figures_of_named_models(crt):
-    code, out, _ = crt("info", "owt-n6-c1088", "wiki-d3-c446-tied", "--paper")
+    code, out, _ = crt("info", "owt-n6-c1088", "wiki-d1-c50-tied", "--paper")
     assert code == 0
     costs, printed = out.split("Printed in the paper")
     rows = [" ".join(line.split()) for line in printed.splitlines()]
     assert "owt-n6-c1088 main (Table 1) Roformer N=6 C=1088, FLOPs/tok 120M, C/N 181, Val PPL 37.76, Δ -1.38" in rows
     assert "block-size (Table A9) Block size 512, N=6 PPL 30.11, Gap +0.46" in rows
-    assert "wiki-d3-c446-tied – no figures in the tables" in rows
-    assert crt("info", "owt-n6-c1088", "wiki-d3-c446-tied")[1] == costs
+    assert "wiki-d1-c50-tied – no figures in the tables" in rows
+    assert crt("info", "owt-n6-c1088", "wiki-d1-c50-tied")[1] == costs
 
 
 def test_info_has_the_figures_as_json_too(crt):
@@ -114,7 +114,7 @@ def test_eval_prints_the_papers_perplexities_of_the_same_shape(crt, runs):
     beside = [" ".join(line.split()) for line in out.removeprefix(plain).splitlines()]
     streamed = json.loads(crt(*words, "--json")[1])["evaluations"][0]["sequential"]["perplexity"]
     first = "k_min (Table A5): Val PPL (K = 10): k_min = 2 84.32, No k_min 84.16"
-    assert f"wiki streaming {streamed:,.2f} wiki-d1-c50 {first}" in beside
+    assert f"wiki streaming {streamed:,.2f} wiki-d1-c50-blind {first}" in beside
     assert "k_min (Table A5): Seq K = 1: k_min = 2 84.61, No k_min 84.19" in beside
     assert CAVEAT in beside
     assert not any("other" in line or "0.72" in line for line in beside)
@@ -132,6 +132,6 @@ def test_eval_has_the_papers_rows_as_json_too(crt, runs):
     _, out, _ = crt(*words, "--paper")
     wiki, other = json.loads(out)["evaluations"]
     assert other["paper"] is None
-    assert (wiki["paper"]["model"], wiki["paper"]["caveat"]) == ("wiki-d1-c50", CAVEAT)
+    assert (wiki["paper"]["model"], wiki["paper"]["caveat"]) == ("wiki-d1-c50-blind", CAVEAT)
     assert [row["figures"]["random"] for row in wiki["paper"]["rows"]] == ["84.32", "84.61", "118.35"]
     assert all("paper" not in one for one in json.loads(crt(*words)[1])["evaluations"])

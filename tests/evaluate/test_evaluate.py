@@ -56,6 +56,44 @@ def test_an_evaluation_is_made_of_the_scores(trained):
     assert (found.rate, found.norm_rate) == (pytest.approx(rate.rate), pytest.approx(rate.norm_rate))
 
 
+def test_a_sample_is_random_batches_of_the_training_batch_size(trained, capsys):
+    data, model = Data(trained / "data"), open_checkpoint(trained / "ready").model()
+    assert main(["eval", str(trained / "ready"), "--sample", "3", "--passes", "1,4", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["evaluations"]
+    assert (found["sample"], found["sequences"], found["tokens"]) == (3, 12, 12 * T)
+    tokens = data.tokens("val")
+    starts = np.random.default_rng(42).integers(len(tokens) - T, size=12)
+    rows = torch.from_numpy(np.stack([tokens.read(int(start), T + 1) for start in starts]).astype(np.int64))
+    with torch.inference_mode():
+        for k, score in found["parallel"].items():
+            logits = model(rows[:, :-1], int(k))
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+            assert score["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert found["sequential"]["loss"] == pytest.approx(found["parallel"]["4"]["loss"], rel=0.05)
+    assert main(["eval", str(trained / "ready"), "--sample", "3", "--passes", "1,4", "--csv"]) == 0
+    (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert float(row["sample_perplexity_k4"]) == pytest.approx(found["parallel"]["4"]["perplexity"])
+    assert float(row["channel_rate"]) == found["channel_rate"]
+    assert "perplexity_k4" not in row
+    assert main(["eval", str(trained / "ready"), "--sample", "3"]) == 0
+    assert "perplexity on a sample of 3 random batches, 192 tokens in windows of 16" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--sample", "0"], "--sample must be at least 1, but got 0"),
+        (["--sample", "2", "--tokens", "64"], "--tokens does not apply"),
+        (["--sample", "2", "--tasks", "bits=x.txt"], "which --tasks does not use"),
+    ],
+)
+def test_a_sample_that_cannot_be_drawn(trained, capsys, words, message):
+    assert main(["eval", str(trained / "ready"), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_bits_per_byte_count_the_bytes_of_the_text(trained):
     data = Data(trained / "data")
     model = open_checkpoint(trained / "plain").model()

@@ -37,11 +37,16 @@ READY = {
     "bias": {"bias": True, "dropout": 0.1},
     "zero": {"correction_init": "zero", "rope_base": 500.0},
     "streamed": {"gradient": "bptt"},
+    "as the author": {
+        **{"bias": True, "head_bias": True, "rope": "integer", "init": "torch", "correction": "concat_z"},
+        **{"dropout": 0.2, "attention_dropout": 0.2, "dropout_at": "embedding", "decay": "all"},
+    },
 }
 PLAIN = {
     "plain": {"correction": None},
     "plain, window, bias": {"correction": None, "window": 5, "bias": True},
     "plain, extra FFN": {"correction": None, "extra_ffn": True},
+    "plain, head bias": {"correction": None, "head_bias": True, "rope": "integer", "dropout_at": "embedding"},
 }
 RUNS = READY | PLAIN
 
@@ -233,6 +238,26 @@ def test_a_run_is_the_same_function_in_hugging_face(runs, name):
     assert torch.equal(logits(model, tokens, passes=2), native(tokens, passes=2))
     assert not torch.equal(native(tokens, passes=1), native(tokens, passes=2))
     assert model.config.passes == (5 if name == "streamed" else 3)
+
+
+def test_a_run_keeps_its_places_of_dropout_in_hugging_face(runs):
+    native = open_checkpoint(runs / "runs" / "as the author").model()
+    model = AutoModelForCausalLM.from_pretrained(runs / "hf" / "as the author")
+    backbone = model.lm.model.native
+    assert (backbone.config.rope, backbone.config.init, backbone.config.head_bias) == ("integer", "torch", True)
+    for theirs, ours in ((backbone, native.backbone), (model.model.correction, native.correction)):
+        rates = [
+            {name: part.p for name, part in whole.named_modules() if isinstance(part, torch.nn.Dropout)}
+            for whole in (theirs, ours)
+        ]
+        assert rates[0] == rates[1]
+        assert 0.2 in rates[0].values()
+    tokens = some_tokens()
+    model.train(), native.train()
+    torch.manual_seed(0)
+    found = model(tokens, passes=3).logits
+    torch.manual_seed(0)
+    assert torch.equal(found, native(tokens, passes=3))
 
 
 @pytest.mark.parametrize("name", ["add", "plain"])

@@ -185,6 +185,11 @@ def test_runs_and_folders_are_evaluated_alike(data, runs, folders, name):
     assert (theirs["sequential"] is None) == is_plain(name)
 
 
+def test_a_folder_does_not_say_how_large_its_batches_were(data, folders, capsys):
+    message = refused(capsys, "eval", folders / "all", "--data", data, "--sample", "2")
+    assert "does not record the batch size of its training, which --sample needs" in message
+
+
 @every_run
 def test_runs_and_folders_write_alike(runs, folders, name):
     words = ["river stone", "--max-tokens", "6", "--seed", "1", "--solver", "sequential"]

@@ -59,6 +59,7 @@ def test_empirical_rate_is_the_papers(kind):
         assert measured.rate == pytest.approx(max(expected), rel=1e-9)
         assert measured.ratios_BT.nan_to_num(nan=0.0).amax(dim=1).tolist() == pytest.approx(expected, rel=1e-9)
         assert 0.0 < measured.norm_rate <= measured.rate
+        assert measured.channel_rate == pytest.approx(reference.channel_rate(oracle(model), tokens.tolist(), K))
 
 
 def test_empirical_rate_of_settled_positions():

@@ -34,9 +34,26 @@ def test_parallel_and_streaming(layers, window, kind, bias):
     assert gap(streamed, per_row(reference.streaming, model, tokens)) < TOLERANCE
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_the_authors_rotary_angles_and_head(kind, window):
+    """With randomised weights, both make a difference."""
+    model = small_model(correction=kind, window=window, heads=2, bias=True, rope="integer", head_bias=True)
+    tokens = random_tokens(batch=1, length=7)
+    streamed, _ = stream_in_chunks(model, tokens, [3, 1, 3] if kind is None else [1] * 7)
+    if kind is None:
+        expected = per_row(reference.transformer, model, tokens)
+        assert gap(model(tokens), expected) < TOLERANCE
+        assert gap(streamed, expected) < TOLERANCE
+        return
+    for K in (1, 2, 3, 8):
+        assert gap(model(tokens, K), per_row(reference.parallel, model, tokens, K)) < TOLERANCE
+    assert gap(streamed, per_row(reference.streaming, model, tokens)) < TOLERANCE
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("gain", [None, "scalar", "channel"])
-@pytest.mark.parametrize("kind", ["add", "balanced", "concat", "blind", "memoryless"])
+@pytest.mark.parametrize("kind", ["add", "balanced", "concat", "concat_z", "blind", "memoryless"])
 def test_a_scaled_correction(kind, gain, bias):
     model = small_model(correction=kind, correction_scale=0.3, correction_gain=gain, bias=bias)
     tokens = random_tokens(batch=1, length=7)

@@ -280,6 +280,8 @@ def test_an_origin_that_does_not_fit_is_refused(data, other_tokens, trained, tra
         run(other_tokens, tmp_path / "other", init_from=str(transformer))
     with pytest.raises(ContextReadyError, match="trained with heads=2, not 4; set heads=2"):
         run(data, tmp_path / "heads", heads=4, init_from=str(transformer))
+    with pytest.raises(ContextReadyError, match="trained with rope=geometric, not integer; set rope=geometric"):
+        run(data, tmp_path / "rope", rope="integer", init_from=str(transformer))
     with pytest.raises(ContextReadyError, match="no run or checkpoint"):
         run(data, tmp_path / "none", init_from=str(tmp_path / "nowhere"))
 

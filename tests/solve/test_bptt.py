@@ -65,7 +65,7 @@ def test_the_gradient_is_that_of_the_stream(kind, layers, window, bias, extra_ff
 
 
 @pytest.mark.parametrize("gain", [None, "scalar", "channel"])
-@pytest.mark.parametrize("kind", ["add", "balanced", "concat", "blind"])
+@pytest.mark.parametrize("kind", ["add", "balanced", "concat", "concat_z", "blind"])
 def test_the_gradient_of_a_scaled_correction(kind, gain):
     check(small_model(correction=kind, correction_scale=0.3, correction_gain=gain), embeddings())
 
@@ -92,6 +92,12 @@ def test_the_gradient_of_one_token_and_of_one_row(kind, window, batch, length):
 @pytest.mark.parametrize(("width", "heads"), [(12, 1), (12, 6), (2, 1), (16, 2), (20, 5)])
 def test_the_gradient_of_any_number_and_size_of_heads(width, heads):
     model = small_model(width=width, heads=heads, rope_base=50.0, bias=True)
+    check(model, embeddings(width=width))
+
+
+@pytest.mark.parametrize(("width", "heads"), [(12, 1), (12, 6), (2, 1), (20, 5)])
+def test_the_gradient_of_neighbouring_channels_that_rotate_together(width, heads):
+    model = small_model(width=width, heads=heads, rope="integer", bias=True)
     check(model, embeddings(width=width))
 
 
@@ -234,6 +240,15 @@ def test_dropout_draws_the_masks_of_the_stream(kind, extra_ffn):
         check(model, e, stream, seed)
     (one, _), (other, _) = (outcome(stream, model, e, seed) for seed in (3, 4))
     assert (one - other).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("kind", "gain"), [*((kind, None) for kind in KINDS), ("add", "channel")])
+def test_the_authors_places_of_dropout(kind, gain):
+    rates = {"dropout": 0.3, "attention_dropout": 0.4, "dropout_at": "embedding"}
+    model = small_model(correction=kind, window=5, correction_gain=gain, **rates).train()
+    stream, e = DifferentiableStream(model), embeddings()
+    for seed in (3, 4):
+        check(model, e, stream, seed)
 
 
 def test_evaluation_does_not_drop_out_and_training_does_again():

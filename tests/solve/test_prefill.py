@@ -130,7 +130,7 @@ def test_what_does_not_contract_is_noticed_and_still_exact(kind, gain, length):
 def counted(model, batch, position, spans):
     """Multiply-accumulates by the paper's counts, token by token; a span is (from, to, with a correction)."""
     c, total = model.backbone.config, 0
-    correction = {"concat": 12, "block_head": 0}.get(c.correction, 8) * c.width**2
+    correction = {"concat": 12, "concat_z": 12, "block_head": 0}.get(c.correction, 8) * c.width**2
     for begin, end, corrected in spans:
         for t in range(position + begin, position + end):
             seen = t + 1 if c.window is None else min(t + 1, c.window)

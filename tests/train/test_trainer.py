@@ -39,6 +39,11 @@ VARIANTS = {
     "implicit": {"dropout": 0.2, "gradient": "implicit", "adjoint_steps": 2},
     "truncated": {"dropout": 0.2, "gradient": "truncated", "accumulate": 2},
     "shallow": {"passes": "1..2", "bias": True},
+    "as the author": {
+        **{"init": "torch", "bias": True, "head_bias": True, "rope": "integer", "gradient": "unroll", "passes": "2..5"},
+        **{"dropout": 0.2, "attention_dropout": 0.2, "dropout_at": "embedding", "convergence_weight": 0.1},
+        **{"decay": "all", "beta2": 0.999, "weight_decay": 0.01, "warmup": 0},
+    },
     "tied, in bf16": {"correction": "tied", "precision": "bf16", "dropout": 0.2},
 }
 
@@ -137,6 +142,7 @@ def test_only_matrices_decay(data, tmp_path):
     assert all(group["weight_decay"] == (0.3 if p.dim() == 2 else 0.0) for group in groups for p in group["params"])
     assert sum(len(group["params"]) for group in groups) == len(list(at.model.parameters()))
     assert all(group["fused"] and group["betas"] == (0.9, 0.95) for group in at.optimizer.param_groups)
+    assert all(group["eps"] == 1e-8 for group in at.optimizer.param_groups)
 
 
 def test_the_correction_has_its_own_learning_rate(data, tmp_path):
@@ -149,16 +155,18 @@ def test_the_correction_has_its_own_learning_rate(data, tmp_path):
         assert moved == pytest.approx(5e-3 if name.startswith("correction.") else 1e-3, rel=1e-2), name
 
 
-def test_decay_shrinks_matrices_only(data, tmp_path):
-    config = tiny(data, tmp_path / "run", bias=True, weight_decay=0.5, lr=0.1)
-    at = trainer(data, tmp_path / "run")
+@pytest.mark.parametrize("decay", ["matrices", "all"])
+def test_decay_shrinks_matrices_only_or_everything(data, tmp_path, decay):
+    config = tiny(data, tmp_path / "run", bias=True, weight_decay=0.5, lr=0.1, decay=decay, eps=1e-6)
+    at = trainer(data, tmp_path / "run", bias=True)
     optimizer = make_optimizer(at.model, config)
     before = [p.detach().clone() for p in at.model.parameters()]
     for p in at.model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
     for p, was in zip(at.model.parameters(), before, strict=True):
-        torch.testing.assert_close(p.detach(), was * 0.95 if p.dim() == 2 else was)
+        torch.testing.assert_close(p.detach(), was * 0.95 if p.dim() == 2 or decay == "all" else was)
+    assert all(group["eps"] == 1e-6 for group in optimizer.param_groups)
 
 
 def test_accumulated_gradients_are_those_of_the_larger_batch(data, tmp_path):

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 EXAMPLES = """
 crt eval runs/mini-d1 runs/mini-n1-ffn
 crt eval runs/mini-d1 --passes 1,5 --tokens 65536 --csv
+crt eval runs/mini-d1 --sample 20
 crt eval smollm2 smollm2-crt --tasks lambada=lambada_test.jsonl --limit 500
 """
-MOST = {"block-size": 2**24, "tokens": 10**12, "limit": 10**9, "shots": 1000, "batch-size": 2**16}
+MOST = {"block-size": 2**24, "tokens": 10**12, "sample": 10**6, "limit": 10**9, "shots": 1000, "batch-size": 2**16}
 """The largest value of each option."""
 ERRORS = "± = standard error over the validation windows of one trained model, not over seeds."
 MISSING = "– = does not apply to a plain transformer, which makes a single pass and no correction."
@@ -63,6 +64,13 @@ def add(verbs: Verbs) -> None:
     )
     evaluate.add_argument(
         "--tokens", type=whole_number, metavar="N", help="evaluate only the first N validation tokens (default: all)"
+    )
+    evaluate.add_argument(
+        "--sample",
+        type=whole_number,
+        metavar="N",
+        help="evaluate N random batches of the training batch size instead, always the same ones (the author's runs: "
+        "20)",
     )
     evaluate.add_argument("--no-sequential", action="store_true", help="do not evaluate streaming mode")
     evaluate.add_argument("--device", default="auto", help="cpu, cuda, mps or auto")
@@ -110,7 +118,7 @@ def _run(options: argparse.Namespace) -> None:
         # Imported here, because it imports torch.
         from contextready.model.checks import MOST_PASSES
 
-        for name in ("block-size", "tokens"):
+        for name in ("block-size", "tokens", "sample"):
             if (value := getattr(options, name.replace("-", "_"))) is not None:
                 check_count(f"--{name}", value, 1, MOST[name])
         run_eval(
@@ -120,12 +128,15 @@ def _run(options: argparse.Namespace) -> None:
             passes=parse_numbers("--passes", options.passes, "1,2,5", MOST_PASSES),
             block_size=options.block_size,
             tokens=options.tokens,
+            sample=options.sample,
             sequential=not options.no_sequential,
             device=options.device,
             layout=options.layout,
             with_paper=options.paper,
         )
         return
+    if options.sample is not None:
+        raise ContextReadyError("--sample draws batches of validation data, which --tasks does not use; leave it out.")
     names = [str(model) for model in options.runs]
     scores = score_tasks(
         names,
@@ -154,6 +165,7 @@ def run_eval(
     passes: Sequence[int] = (1, 2, 3, 5, 10),
     block_size: int | None = None,
     tokens: int | None = None,
+    sample: int | None = None,
     sequential: bool = True,
     device: str = "auto",
     layout: str | None = None,
@@ -184,6 +196,7 @@ def run_eval(
                     passes=passes,
                     sequential=sequential,
                     tokens=tokens,
+                    sample=sample,
                     advance=lambda done, total, run=run: report.advance(str(run), total, done),
                 )
             )
@@ -211,10 +224,11 @@ def print_evaluation(names: Sequence[str], evaluations: "Sequence[Evaluation]", 
         _print_layout(names, figures, layout)
         return
     console = make_console(tables=True)
-    extents = {(one.tokens, one.block_size) for one in evaluations}
+    extents = {(one.tokens, one.block_size, one.sample) for one in evaluations}
     if len(extents) == 1:
-        tokens, block_size = extents.pop()
-        console.print(f"Validation perplexity on {tokens:,} tokens in windows of {block_size:,}\n")
+        tokens, block_size, sample = extents.pop()
+        what = "" if sample is None else f"a sample of {sample:,} random batches, "
+        console.print(f"Validation perplexity on {what}{tokens:,} tokens in windows of {block_size:,}\n")
         figures = [figure for figure in figures if figure.key != "tokens"]
     else:
         console.print("Validation perplexity\n")
@@ -231,6 +245,9 @@ def print_evaluation(names: Sequence[str], evaluations: "Sequence[Evaluation]", 
 def _figures(evaluations: "Sequence[Evaluation]") -> list[Figure]:
     """All figures of these evaluations, except those that none of them has."""
     passes = sorted({k for one in evaluations for k in one.parallel})
+    # A table without a heading must show too that these are not perplexities of the whole split.
+    sampled = any(one.sample is not None for one in evaluations)
+    note, prefix = (" (sample)", "sample_") if sampled else ("", "")
 
     def perplexity(score: "Score | None") -> Value:
         return None if score is None else (score.perplexity, score.perplexity_error)
@@ -245,16 +262,16 @@ def _figures(evaluations: "Sequence[Evaluation]") -> list[Figure]:
     figures = [
         *(
             Figure(
-                f"K={k}",
-                f"perplexity_k{k}",
+                f"K={k}{note}",
+                f"{prefix}perplexity_k{k}",
                 [perplexity(one.parallel.get(k)) for one in evaluations],
                 meaning="K=n = perplexity after n parallel passes; at K=1 there is no correction.",
             )
             for k in passes
         ),
         Figure(
-            "streaming",
-            "perplexity_streaming",
+            f"streaming{note}",
+            f"{prefix}perplexity_streaming",
             [perplexity(one.sequential) for one in evaluations],
             meaning="streaming = perplexity with one pass per token, as in generation.",
         ),
@@ -284,6 +301,12 @@ def _figures(evaluations: "Sequence[Evaluation]") -> list[Figure]:
             "norm_rate",
             [alone(one.norm_rate) for one in evaluations],
             meaning="L̂ (norm) = the same rate for the largest change over all positions: never above L̂, and steadier.",
+        ),
+        Figure(
+            "L̂ (channel)",
+            "channel_rate",
+            [alone(one.channel_rate) for one in evaluations],
+            meaning="L̂ (channel) = the same rate for the largest change of any channel, as in the author's runs.",
         ),
         Figure(
             "bits/byte",

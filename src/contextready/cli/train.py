@@ -23,6 +23,11 @@ symbols from the paper:
   C                 width
   T                 block_size"""
 
+AUTHORS = """\
+recipes from the paper:
+  authors=true      apply the settings of the author's own runs, which the paper
+                    does not state (--dry-run prints them all)"""
+
 
 def add(verbs: Verbs) -> None:
     """Describe `crt train`."""
@@ -37,6 +42,7 @@ def add(verbs: Verbs) -> None:
         "crt train mini-d1 data=data/mine out=runs/mine steps=4000\n"
         "crt train owt-d5-c1120 precision=bf16 compile=true                  a model from the paper\n"
         "crt train owt-d5-c1120 --dry-run                                    its settings and its cost\n"
+        "crt train owt-d5-c1120 authors=true                                 with the author's settings\n"
         "crt train convert pretrained=smollm2-crt data=data/mine tune=lora   a Hugging Face model",
         notes=_notes,
     )
@@ -64,6 +70,7 @@ def _notes() -> str:
             "corrections, where e_t is the embedding of a token, x_t the input and z_t the output of the\n"
             f"blocks at its position:\n{describe_corrections()}",
             f"settings of a pretrained Hugging Face model:\n{describe_settings(PretrainedModelConfig)}",
+            AUTHORS,
             "For the settings of pointer chasing, see crt pointer --help.",
         )
     )

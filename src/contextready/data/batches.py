@@ -35,8 +35,24 @@ class Sequences:
 
     def _read(self, tokens: TokenArray, indices: np.ndarray, offset: int) -> Tensor:
         T = self.block_size
-        rows = [tokens.read(int(i) * T + offset, T + 1) for i in indices]
+        rows = [tokens.read(self.start(int(i)) + offset, T + 1) for i in indices]
         return torch.from_numpy(np.stack(rows).astype(np.int64))
+
+    def start(self, index: int) -> int:
+        """Return where a sequence begins in the split."""
+        return index * self.block_size
+
+
+class RandomSequences(Sequences):
+    """Sequences that begin anywhere in a split, drawn with replacement, so that they may overlap."""
+
+    def __init__(self, tokens: TokenArray, block_size: int, count: int, seed: int, split: str = "train") -> None:
+        super().__init__(tokens, block_size, split)
+        self.count, self.starts_N = count, np.random.default_rng(seed).integers(len(tokens) - block_size, size=count)
+
+    def start(self, index: int) -> int:
+        """Return where a sequence begins in the split."""
+        return int(self.starts_N[index])
 
 
 class Batches:

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from contextready.data.batches import Sequences
+from contextready.data.batches import RandomSequences, Sequences
 from contextready.data.shards import Data
 from contextready.errors import ContextReadyError
-from contextready.measure.contraction import empirical_rate
+from contextready.measure.contraction import EmpiricalRate, empirical_rate
 from contextready.measure.perplexity import Score, parallel_scores, sequential_score
 from contextready.model.context_ready import ContextReady
 from contextready.runs.checkpoint import Checkpoint
@@ -20,6 +20,8 @@ CONVERGED = 5
 """The K that counts as converged: the paper's "Corr." column is PPL(K=1) - PPL(K=5)."""
 RATE_TOKENS = 1 << 13
 """Number of tokens over which L̂ is measured."""
+SAMPLE_SEED = 42
+"""The seed of random batches, so that models with equal batch and block sizes are scored on the same ones."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,11 @@ class Evaluation:
     norm_rate: float | None
     """The same ratio for the largest change over all positions."""
     rate_corrections: int | None
-    """The number of the correction at which both rates were measured."""
+    """The number of the correction at which the rates were measured."""
+    channel_rate: float | None = None
+    """The same ratio for the largest change of any single channel."""
+    sample: int | None = None
+    """The number of random batches that were scored, if it was not the validation split in order."""
 
     @property
     def correction(self) -> tuple[float, float] | None:
@@ -79,6 +85,8 @@ class Evaluation:
             "rate": self.rate,
             "norm_rate": self.norm_rate,
             "rate_corrections": self.rate_corrections,
+            "channel_rate": self.channel_rate,
+            "sample": self.sample,
         }
 
 
@@ -91,10 +99,13 @@ def evaluate(
     corrections: int = CONVERGED,
     sequential: bool = True,
     tokens: int | None = None,
+    sample: int | None = None,
+    batch_size: int = 1,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
     """Score the validation split, or its first `tokens` tokens, in sequences of `block_size` tokens.
 
+    With `sample`, score that many random batches of `batch_size` sequences instead, always the same ones.
     Every token except the first is predicted once. Tokens after the last complete sequence are ignored. Every sequence
     starts without context, both in parallel and in streaming mode. L̂ is measured on the first `RATE_TOKENS` tokens, at
     correction number `corrections`.
@@ -103,6 +114,10 @@ def evaluate(
         given = ",".join(map(str, passes)) or "none"
         raise ContextReadyError(f"--passes must be numbers of at least 1, for example 1,2,5, but got {given}.")
     sequences = Sequences(data.tokens("val"), block_size, "validation")
+    if sample is not None:
+        if tokens is not None:
+            raise ContextReadyError("--sample draws random batches, so --tokens does not apply; leave one of them out.")
+        sequences = RandomSequences(sequences.tokens, block_size, sample * batch_size, SAMPLE_SEED, "validation")
     if tokens is not None and tokens < block_size:
         raise ContextReadyError(
             f"--tokens must be at least {block_size}, the length of one sequence, but got {tokens}."
@@ -130,9 +145,11 @@ def evaluate(
         bytes_per_token=data.bytes_per_token("val"),
         parallel=parallel,
         sequential=streamed,
-        rate=None if rates is None else rates[0],
-        norm_rate=None if rates is None else rates[1],
+        rate=None if rates is None else rates.rate,
+        norm_rate=None if rates is None else rates.norm_rate,
         rate_corrections=None if rates is None else corrections,
+        channel_rate=None if rates is None else rates.channel_rate,
+        sample=sample,
     )
 
 
@@ -143,12 +160,24 @@ def evaluate_checkpoint(
     trained = checkpoint.config["train"]
     passes = largest_passes(trained)
     corrections = CONVERGED if passes is None or passes == 1 else passes
+    if options.get("sample") is not None and "batch_size" not in trained:
+        raise ContextReadyError(
+            f"{checkpoint.folder} does not record the batch size of its training, which --sample needs; leave --sample "
+            "out, or evaluate the run itself."
+        )
+    batch_size = trained.get("batch_size", 1) * trained.get("accumulate", 1)
     model = checkpoint.model().to(device)
-    return evaluate(model, data, block_size or trained["block_size"], corrections=corrections, **options)
+    return evaluate(
+        model,
+        data,
+        block_size or trained["block_size"],
+        corrections=corrections,
+        batch_size=batch_size,
+        **options,
+    )
 
 
-def _rates(model: ContextReady, sequences: Sequences, corrections: int) -> tuple[float, float]:
+def _rates(model: ContextReady, sequences: Sequences, corrections: int) -> EmpiricalRate:
     rows = torch.arange(min(sequences.count, max(1, RATE_TOKENS // sequences.block_size))).numpy()
     inputs_BT, _ = sequences.read(rows)
-    measured = empirical_rate(model, inputs_BT.to(next(model.parameters()).device), corrections)
-    return measured.rate, measured.norm_rate
+    return empirical_rate(model, inputs_BT.to(next(model.parameters()).device), corrections)

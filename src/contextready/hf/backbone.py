@@ -54,9 +54,9 @@ class HFBackbone(nn.Module):
         return width
 
     @property
-    def last_ffn(self) -> Any:
-        """The feed-forward network of the last block; only native models have it."""
-        return self.lm.last_ffn
+    def last_block(self) -> Any:
+        """The last block, whose weights some corrections use; only native models have it."""
+        return self.lm.last_block
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """Look up the context-free embedding of every token: e (B, T, C)."""

@@ -14,7 +14,7 @@ from contextready.hf.saving import SavesItsCode
 from contextready.hf.unsupported import WithoutContinuousBatching
 from contextready.model.attention import KV, Attend
 from contextready.model.config import TransformerConfig
-from contextready.model.transformer import FFN, Transformer
+from contextready.model.transformer import Block, Transformer
 
 
 class BaseTransformerPreTrained(PreTrainedModel):  # type: ignore[misc]
@@ -94,9 +94,9 @@ class BaseTransformerForCausalLM(
         self.post_init()
 
     @property
-    def last_ffn(self) -> FFN:
-        """The feed-forward network of the last block."""
-        return self.model.native.last_ffn
+    def last_block(self) -> Block:
+        """The last block, whose weights some corrections use."""
+        return self.model.native.last_block
 
     def get_input_embeddings(self) -> nn.Module:
         """The embedding of tokens, e."""

@@ -6,6 +6,18 @@ from transformers import AutoConfig, PretrainedConfig
 
 from contextready.model.config import TransformerConfig
 
+SAME_NAMES = (
+    "extra_ffn",
+    "dropout",
+    "bias",
+    "rope_base",
+    "rope",
+    "head_bias",
+    "attention_dropout",
+    "dropout_at",
+    "init",
+)
+"""Settings of the native transformer that have the same name here."""
 OWN_HEAD = ["transformer.final_norm", "transformer.unembedding"]
 
 
@@ -26,6 +38,11 @@ class BaseTransformerConfig(PretrainedConfig):  # type: ignore[misc]
         dropout: float = 0.0,
         bias: bool = False,
         rope_base: float = 10_000.0,
+        rope: str = "geometric",
+        head_bias: bool = False,
+        attention_dropout: float = 0.0,
+        dropout_at: str = "input",
+        init: str = "gpt2",
         max_position_embeddings: int = 1024,
         run: dict[str, Any] | None = None,
         **kwargs: Any,
@@ -41,6 +58,11 @@ class BaseTransformerConfig(PretrainedConfig):  # type: ignore[misc]
         self.dropout = dropout
         self.bias = bias
         self.rope_base = rope_base
+        self.rope = rope
+        self.head_bias = head_bias
+        self.attention_dropout = attention_dropout
+        self.dropout_at = dropout_at
+        self.init = init
         self.max_position_embeddings = max_position_embeddings
         self.run = run
         self.layer_types = ["sliding_attention" if sliding_window else "full_attention"] * num_hidden_layers
@@ -58,11 +80,8 @@ class BaseTransformerConfig(PretrainedConfig):  # type: ignore[misc]
             num_hidden_layers=config.layers,
             num_attention_heads=config.heads,
             sliding_window=config.window,
-            extra_ffn=config.extra_ffn,
-            dropout=config.dropout,
-            bias=config.bias,
-            rope_base=config.rope_base,
             max_position_embeddings=max_position_embeddings,
+            **{name: getattr(config, name) for name in SAME_NAMES},
             **kwargs,
         )
 
@@ -74,11 +93,16 @@ class BaseTransformerConfig(PretrainedConfig):  # type: ignore[misc]
             layers=self.num_hidden_layers,
             heads=self.num_attention_heads,
             window=self.sliding_window,
-            extra_ffn=self.extra_ffn,
-            dropout=self.dropout,
-            bias=self.bias,
-            rope_base=float(self.rope_base),
+            **{name: getattr(self, name) for name in SAME_NAMES} | {"rope_base": float(self.rope_base)},
         )
+
+
+def of_backbone(base_config: Any) -> dict[str, Any]:
+    """Settings that a correction takes from a native transformer; other models have none."""
+    if not isinstance(base_config, BaseTransformerConfig):
+        return {}
+    native = base_config.native()
+    return {"dropout": native.correction_dropout, "weights": native.init}
 
 
 class ContextReadyConfig(PretrainedConfig):  # type: ignore[misc]
@@ -106,7 +130,8 @@ class ContextReadyConfig(PretrainedConfig):  # type: ignore[misc]
         base_config       configuration of the wrapped causal language model
         structure         names of its parts (`contextready.hf.structure`); if None, they are found when the model is
                           created
-        correction        add, balanced, concat, blind or block_head; memoryless is the control that sees no past
+        correction        add, balanced, concat, concat_z, blind or block_head; memoryless is the control that sees no
+                          past; only a native transformer can have tied and tied_norm
         correction_init   zero (a new model computes the same function as its transformer) or random
         correction_bias   whether the correction has biases
         correction_scale  factor on the output of the correction

@@ -8,6 +8,7 @@ from torch import nn
 from contextready.errors import ContextReadyError
 from contextready.extras import require
 from contextready.hf.backbone import HFBackbone
+from contextready.hf.configuration import of_backbone
 from contextready.hf.load import first_line, load_lm, quiet
 from contextready.hf.modeling import ContextReadyForCausalLM
 from contextready.hf.proof import verified_structure
@@ -162,7 +163,15 @@ def _corrected(
     scale = config.correction_scale if scale is None else scale
     if scale is None:
         scale = embedding_size(backbone.lm) if find_correction(name).parts.has_network else 1.0
-    correction = build_correction(name, backbone, config.correction_init, bias, scale, config.correction_gain)
+    correction = build_correction(
+        name,
+        backbone,
+        config.correction_init,
+        bias,
+        scale,
+        config.correction_gain,
+        **of_backbone(backbone.lm.config),
+    )
     return ContextReady(backbone, correction)
 
 

@@ -17,7 +17,7 @@ from contextready.errors import ContextReadyError
 from contextready.hf.backbone import HFBackbone
 from contextready.hf.base import BaseTransformerForCausalLM, BaseTransformerModel
 from contextready.hf.cache import Feed, Rewind, carrying_layer
-from contextready.hf.configuration import BaseTransformerConfig, ContextReadyConfig
+from contextready.hf.configuration import BaseTransformerConfig, ContextReadyConfig, of_backbone
 from contextready.hf.proof import verified_structure
 from contextready.hf.router import router_logits_wanted, router_loss
 from contextready.hf.saving import SavesItsCode
@@ -62,6 +62,7 @@ class ContextReadyForCausalLM(
             config.correction_bias,
             float(config.correction_scale),
             config.correction_gain,
+            **of_backbone(config.base_config),
         )
         self.model = ContextReady(backbone, correction)
         self._no_split_modules = getattr(lm, "_no_split_modules", None)
@@ -145,7 +146,7 @@ class ContextReadyForCausalLM(
         if inputs_embeds is None:
             assert input_ids is not None
             inputs_embeds = self.model.backbone.embed(input_ids)
-        e_BTC = inputs_embeds
+        e_BTC = self.model.correction.dropout(inputs_embeds)
         if past_key_values is None and self._keeps_cache(use_cache, labels, attention_mask, position_ids):
             past_key_values = DynamicCache(config=self.config.get_text_config())
         past = 0 if past_key_values is None else past_key_values.get_seq_length()

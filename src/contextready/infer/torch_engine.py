@@ -177,7 +177,7 @@ class BufferEngine(_TorchEngine):
         return self._next(tokens_B1, "all" if alone else "held", min(longest, self.buffer.capacity))
 
     def _next(self, tokens_B1: Tensor, sees: Any = "held", visible: int | None = None) -> Tensor:
-        e_B1C = self.model.backbone.embed(tokens_B1)
+        e_B1C = self.model.embed(tokens_B1)
         places = self.buffer.at(self.positions_B1, sees, visible)
         result = self.model.recur(e_B1C, self.carried_BRC[:, -1:], places)
         self.carried_BRC.copy_(torch.cat((self.carried_BRC[:, 1:], result.carried_BTC), dim=1))

@@ -24,6 +24,8 @@ class EmpiricalRate(NamedTuple):
     """The ratio of the largest changes over all positions: never above L̂, and far less noisy."""
     ratios_BT: Tensor
     """The ratio at each row and position; NaN if the correction had already converged there."""
+    channel_rate: float
+    """The ratio of the largest changes of any single channel: the estimate in the author's public notebooks."""
 
 
 @torch.no_grad()
@@ -48,16 +50,17 @@ def empirical_rate(model: ContextReady, tokens_BT: Tensor, corrections: int) -> 
     moving_BT = before_BT > noise
     ratios_BT = torch.where(moving_BT, after_BT / before_BT, torch.nan)
     if not bool(noise.isfinite()):
-        return EmpiricalRate(torch.nan, torch.nan, ratios_BT)
+        return EmpiricalRate(torch.nan, torch.nan, ratios_BT, torch.nan)
     if not bool(moving_BT.any()):
-        return EmpiricalRate(0.0, 0.0, ratios_BT)
+        return EmpiricalRate(0.0, 0.0, ratios_BT, 0.0)
     norm_rate = after_BT[moving_BT].max() / before_BT.max()
-    return EmpiricalRate(ratios_BT[moving_BT].max().item(), norm_rate.item(), ratios_BT)
+    channel_rate = (newest[2] - newest[1]).abs().max() / (newest[1] - newest[0]).abs().max()
+    return EmpiricalRate(ratios_BT[moving_BT].max().item(), norm_rate.item(), ratios_BT, channel_rate.item())
 
 
 def correction_trajectory(model: ContextReady, tokens_BT: Tensor, corrections: int) -> list[Tensor]:
     """Return c^(0) = 0, c^(1), … c^(n), the corrections used by passes 1 … n + 1."""
-    e_BTC = model.backbone.embed(tokens_BT)
+    e_BTC = model.embed(tokens_BT)
     results = islice(model.passes(e_BTC), corrections + 1)
     return [torch.zeros_like(e_BTC) if r.correction_BTC is None else r.correction_BTC for r in results]
 

@@ -50,7 +50,7 @@ def run_exact(tokens: int, layers: int, width: int, seed: int) -> ExactResult:
     model = build_model(config).double()
     tokens_1T = torch.randint(VOCABULARY, (1, tokens))
 
-    e_1TC = model.backbone.embed(tokens_1T)
+    e_1TC = model.embed(tokens_1T)
     exact_1TC, _ = model.read(e_1TC, model.init_state(1))
 
     errors, exact = [], []

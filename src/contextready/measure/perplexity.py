@@ -109,7 +109,7 @@ def parallel_scores(
     rows = max(1, PARALLEL_TOKENS // sequences.block_size)
     for inputs_BT, targets_BT in _batches(model, sequences, count, rows, share):
         counts.append(_counts(targets_BT))
-        unroll = model.passes(model.backbone.embed(inputs_BT))
+        unroll = model.passes(model.embed(inputs_BT))
         for k, made in enumerate(islice(unroll, max(passes)), 1):
             if k in nll:
                 nll[k].append(mean_nll(model, made.z_BTC, targets_BT))
@@ -132,7 +132,7 @@ def sequential_score(
     rows = max(1, min(SEQUENTIAL_ROWS, SEQUENTIAL_BYTES // one_row))
     for inputs_BT, targets_BT in _batches(model, sequences, count, rows, share):
         counts.append(_counts(targets_BT))
-        z_BTC, _ = model.read(model.backbone.embed(inputs_BT), model.init_state(len(inputs_BT)))
+        z_BTC, _ = model.read(model.embed(inputs_BT), model.init_state(len(inputs_BT)))
         nll.append(mean_nll(model, z_BTC, targets_BT))
         advance(inputs_BT.numel())
     return _score(sequences, nll, counts)
@@ -167,7 +167,7 @@ def mean_nll(model: ContextReady, z_BTC: Tensor, targets_BT: Tensor) -> Tensor:
 def _state_bytes(model: ContextReady, tokens: int) -> int:
     """Return an upper bound on a row's state after this many tokens: that many times its state after one token."""
     token_11 = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
-    _, state = model.read(model.backbone.embed(token_11), model.init_state(1))
+    _, state = model.read(model.embed(token_11), model.init_state(1))
     return tokens * state.nbytes
 
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from contextready.model.config import TransformerConfig
 
+PAIR_DIMS = {"geometric": -2, "integer": -1}
+"""The dimension of the two channels of a pair when a head's channels are viewed as pairs: halves or neighbours."""
 KV = tuple[Tensor, Tensor]
 """Keys and values of one layer, each (B, heads, S, head size); the keys are already rotated."""
 
@@ -35,18 +37,21 @@ class Attend:
     def set_positions(self, config: TransformerConfig, positions: Tensor, dtype: torch.dtype) -> None:
         """Set the positions of the tokens: (T,), or (B, T) if each row has its own."""
         self.cos, self.sin = rotary_angles(config, positions, dtype)
+        self.pair_dim = PAIR_DIMS[config.rope]
 
     def rotate(self, x_BTRHE: Tensor) -> Tensor:
         """Apply the rotary embedding to queries and keys."""
-        return rotate(x_BTRHE, self.cos, self.sin)
+        return rotate(x_BTRHE, self.cos, self.sin, self.pair_dim)
 
     def join(self, layer: int, k_BHTE: Tensor, v_BHTE: Tensor) -> KV:
         """Return a layer's new keys and values together with the earlier ones that these tokens may see."""
         return k_BHTE, v_BHTE
 
-    def __call__(self, q_BHTE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor) -> Tensor:
-        """Compute the attention output of every query."""
-        return F.scaled_dot_product_attention(q_BHTE, k_BHSE, v_BHSE, attn_mask=self.mask, is_causal=self.causal)
+    def __call__(self, q_BHTE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, dropout: float = 0.0) -> Tensor:
+        """Compute the attention output of every query, with this dropout probability of the attention weights."""
+        return F.scaled_dot_product_attention(
+            q_BHTE, k_BHSE, v_BHSE, attn_mask=self.mask, dropout_p=dropout, is_causal=self.causal
+        )
 
     def after(self) -> Any:
         """Return the cache after this call, if there is one."""
@@ -65,13 +70,19 @@ def rotary_angles(config: TransformerConfig, positions: Tensor, dtype: torch.dty
     """Return the cosine and sine of the rotary angles; their last dimension is half the head size."""
     # A float32 angle is off by 0.006 rad at position 100,000, so angles are float64 if the device supports it.
     exact = torch.float32 if positions.device.type == "mps" else torch.float64
-    half = torch.arange(0, config.head_size, 2, device=positions.device, dtype=exact) / config.head_size
-    angles = positions[..., None].to(exact) / config.rope_base**half
+    even = torch.arange(0, config.head_size, 2, device=positions.device, dtype=exact)
+    at = positions[..., None].to(exact)
+    angles = at * (even / 2) if config.rope == "integer" else at / config.rope_base ** (even / config.head_size)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def rotate(x_BTRHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each channel pair (i, i + E/2) by its position's angle, in the dtype of x (narrower under autocast)."""
+def channel_pairs(x: Tensor, pair_dim: int) -> Tensor:
+    """View a head's channels as the pairs that rotate together: (i, i + E/2), or the neighbours (2i, 2i + 1)."""
+    return x.view(*x.shape[:-1], *((2, -1) if pair_dim == -2 else (-1, 2)))
+
+
+def rotate(x_BTRHE: Tensor, cos: Tensor, sin: Tensor, pair_dim: int) -> Tensor:
+    """Rotate each pair of channels by its position's angle, in the dtype of x (narrower under autocast)."""
     cos, sin = (part[..., None, None, :].to(x_BTRHE.dtype) for part in (cos, sin))
-    first, second = x_BTRHE.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    first, second = channel_pairs(x_BTRHE, pair_dim).unbind(pair_dim)
+    return torch.stack((first * cos - second * sin, first * sin + second * cos), pair_dim).flatten(-2)

@@ -217,16 +217,17 @@ class AtPlaces(Attend):
             joined.append(store_BNHE[:, : places.visible].transpose(1, 2))
         return joined[0], joined[1]
 
-    def __call__(self, q_BHTE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor) -> Tensor:
+    def __call__(self, q_BHTE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, dropout: float = 0.0) -> Tensor:
         """Compute attention, separately for each span of tokens, so that slots masked for a whole span are skipped."""
         if not self.places.spans or self.mask is None:
-            return super().__call__(q_BHTE, k_BHSE, v_BHSE)
+            return super().__call__(q_BHTE, k_BHSE, v_BHSE, dropout)
         parts = [
             F.scaled_dot_product_attention(
                 q_BHTE[:, :, first:end],
                 k_BHSE[:, :, :seen],
                 v_BHSE[:, :, :seen],
                 attn_mask=self.mask[..., first:end, :seen],
+                dropout_p=dropout,
             )
             for first, end, seen in self.places.spans
         ]

@@ -5,7 +5,7 @@ The limits are far above any real model. They keep a wrong or hostile file from 
 
 from dataclasses import dataclass
 
-from contextready.errors import ContextReadyError
+from contextready.errors import ContextReadyError, nearest
 from contextready.formats.limits import check_count, shown
 from contextready.model.correction import check_correction
 
@@ -13,6 +13,9 @@ MOST = {"vocab_size": 2**31 - 1, "width": 2**20, "layers": 10**6, "heads": 2**20
 """The largest value of each size."""
 LARGEST_BASE = 1e18
 """The largest base of the rotary frequencies, whose powers fit into any floating-point format."""
+DEFAULT_BASE = 10_000.0
+CHOICES = {"init": ("gpt2", "torch"), "rope": ("geometric", "integer"), "dropout_at": ("input", "embedding")}
+"""The values of each setting that is a word."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,21 @@ class TransformerConfig:
     extra_ffn: bool = False
     """Add a feed-forward layer after the last block, as in the paper's FLOP-matched Roformer-hFFN."""
     dropout: float = 0.0
-    """Dropout probability at the input of the blocks and at the end of every residual branch."""
+    """Dropout probability at the end of every residual branch and at the place that dropout_at names."""
     bias: bool = False
-    """Use biases in the linear layers and layer norms (never in the head)."""
-    rope_base: float = 10_000.0
+    """Use biases in the linear layers and layer norms. The head has its own setting."""
+    rope_base: float = DEFAULT_BASE
     """Base of the rotary frequencies."""
+    rope: str = "geometric"
+    """Rotary angles per position: geometric (powers of rope_base) or integer (0, 1, 2, …; pairs of neighbours)."""
+    head_bias: bool = False
+    """Use a bias in the head."""
+    attention_dropout: float = 0.0
+    """Dropout probability of the attention weights."""
+    dropout_at: str = "input"
+    """input (of the blocks, new in every pass) or embedding (once per step, with a correction, and at its output)."""
+    init: str = "gpt2"
+    """Initial weights: gpt2 (normal, 0.02) or torch (PyTorch's defaults: embeddings normal, linear layers uniform)."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "width", "layers", "heads"):
@@ -56,13 +69,32 @@ class TransformerConfig:
             )
         if self.window is not None:
             check_count("window", self.window, 1, MOST["window"])
-        if not 0.0 <= self.dropout < 1.0:
-            raise ContextReadyError(f"dropout must be at least 0 and less than 1, but got {self.dropout}.")
+        for name in ("dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ContextReadyError(f"{name} must be at least 0 and less than 1, but got {getattr(self, name)}.")
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                value = getattr(self, name)
+                raise ContextReadyError(f"{name}={shown(value)} is unknown; {nearest(str(value), known)}")
         if not 1.0 < self.rope_base <= LARGEST_BASE:
             raise ContextReadyError(
                 f"rope_base must be greater than 1 (usually 10000) and at most {LARGEST_BASE:g}, but got "
                 f"{self.rope_base:g}."
             )
+        if self.rope == "integer" and self.rope_base != DEFAULT_BASE:
+            raise ContextReadyError(
+                f"rope_base={self.rope_base:g} does not apply to rope=integer; leave rope_base out."
+            )
+
+    @property
+    def input_dropout(self) -> float:
+        """The dropout probability at the input of the blocks."""
+        return self.dropout if self.dropout_at == "input" else 0.0
+
+    @property
+    def correction_dropout(self) -> float:
+        """The dropout probability of the embeddings and of the correction, in a model with a correction."""
+        return self.dropout if self.dropout_at == "embedding" else 0.0
 
     @property
     def head_size(self) -> int:

@@ -82,6 +82,11 @@ class ContextReady(nn.Module):
         """Whether there is a correction; without one, a single parallel pass is already exact."""
         return self.correction.definition is not NO_CORRECTION
 
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """Return the embeddings e (B, T, C), which stay the same in all passes, even if dropout applies to them."""
+        e_BTC: Tensor = self.correction.dropout(self.backbone.embed(tokens_BT))
+        return e_BTC
+
     def recur(self, e_BTC: Tensor, carried_BTC: Tensor | None, past: Any = None) -> Pass:
         """The recurrence: run the blocks on e_t + correction(z_{t-1}, e_t), for one position or for all at once.
 
@@ -125,12 +130,12 @@ class ContextReady(nn.Module):
                 )
             passes = 1
         check_passes(passes)
-        unroll = self.passes(self.backbone.embed(tokens_BT), cumulative=cumulative)
+        unroll = self.passes(self.embed(tokens_BT), cumulative=cumulative)
         return self.backbone.head(next(islice(unroll, passes - 1, None)).z_BTC)
 
     def stream(self, tokens_BT: Tensor, state: State) -> tuple[Tensor, State]:
         """Read the next T ≥ 1 tokens after `state` one at a time; return their exact logits and the new state."""
-        e_BTC = self.backbone.embed(tokens_BT)
+        e_BTC = self.embed(tokens_BT)
         self.check_state(state, e_BTC)
         z_BTC, state = self.read(e_BTC, state)
         return self.backbone.head(z_BTC), state
@@ -171,6 +176,13 @@ def build_model(config: ModelConfig) -> ContextReady:
     backbone = Transformer(config)
     c = config
     correction = build_correction(
-        c.correction, backbone, c.correction_init, c.bias, c.correction_scale, c.correction_gain
+        c.correction,
+        backbone,
+        c.correction_init,
+        c.bias,
+        c.correction_scale,
+        c.correction_gain,
+        dropout=c.correction_dropout,
+        weights=c.init,
     )
     return ContextReady(backbone, correction)

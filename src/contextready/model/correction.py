@@ -24,6 +24,9 @@ class Operations(Protocol):
     def last_ffn(self, x: Any) -> Any:
         """Apply the feed-forward network of the last block."""
 
+    def last_norm(self, x: Any) -> Any:
+        """Apply the norm in front of that network."""
+
     def concat(self, z: Any, e: Any) -> Any:
         """Concatenate both values."""
 
@@ -89,6 +92,16 @@ class Concat(Correction, name="concat"):
         return ops.corr_ffn(ops.LN(ops.concat(z, e)))
 
 
+class ConcatZ(Correction, name="concat_z"):
+    """Concatenates z and e, and normalises z alone: an earlier form, with which the paper's tables were made."""
+
+    formula = "corr_ffn([LN(z_{t-1}); e_t])"
+
+    def __call__(self, ops: Operations, z: Any, e: Any) -> Any:
+        """Compute correction_t from z_{t-1} and e_t."""
+        return ops.corr_ffn(ops.concat(ops.LN(z), e))
+
+
 class Blind(Correction, name="blind"):
     """Does not see the current token."""
 
@@ -128,6 +141,16 @@ class Tied(Correction, name="tied"):
     def __call__(self, ops: Operations, z: Any, e: Any) -> Any:
         """Compute correction_t from z_{t-1} and e_t."""
         return ops.last_ffn(ops.LN(z + e))
+
+
+class TiedNorm(Correction, name="tied_norm"):
+    """An ablation that reuses the weights of the last block's FFN and of the norm in front of it."""
+
+    formula = "FFN_D(LN_D(z_{t-1} + e_t))"
+
+    def __call__(self, ops: Operations, z: Any, e: Any) -> Any:
+        """Compute correction_t from z_{t-1} and e_t."""
+        return ops.last_ffn(ops.last_norm(z + e))
 
 
 class NoCorrection(Correction):
@@ -206,7 +229,7 @@ class Parts:
         """The size of each norm, in units of C."""
         self.network_inputs = 0
         """The input size of corr_ffn in units of C; 0 if the formula does not use it."""
-        self.uses_last_ffn = False
+        self.uses_last_block = False
         self.macs_per_width_squared = 0
         """Multiply-accumulates per token, in units of C²."""
 
@@ -228,8 +251,13 @@ class Parts:
 
     def last_ffn(self, x: Width) -> Width:
         """Record that the last block's network is used."""
-        self.uses_last_ffn = True
+        self.uses_last_block = True
         self.macs_per_width_squared += 8
+        return x
+
+    def last_norm(self, x: Width) -> Width:
+        """Record that the last block's norm is used."""
+        self.uses_last_block = True
         return x
 
     def concat(self, z: Width, e: Width) -> Width:

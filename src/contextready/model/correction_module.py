@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from contextready.errors import ContextReadyError
 from contextready.model.correction import NO_CORRECTION, Correction, check_correction, find_correction, gain_size
-from contextready.model.transformer import FFN, init_weights
+from contextready.model.transformer import FFN, Block, init_weights
 
 if TYPE_CHECKING:
     from contextready.model.context_ready import Backbone
@@ -23,21 +23,24 @@ class CorrectionModule(nn.Module):
         bias: bool = False,
         scale: float = 1.0,
         gain: str | None = None,
+        dropout: float = 0.0,
+        weights: str = "gpt2",
     ) -> None:
         super().__init__()
-        self.definition, self.width, self.scale = definition, backbone.width, scale
+        self.definition, self.width, self.scale, self.weights = definition, backbone.width, scale, weights
         self.carries_residual = definition.carries_residual
         parts, C = definition.parts, backbone.width
         for name, size in parts.norms.items():
             self.add_module(name, nn.LayerNorm(size * C, bias=bias))
         self.ffn = FFN(C, bias, inputs=parts.network_inputs * C) if parts.has_network else None
         self.gain = None if gain is None else nn.Parameter(torch.full((gain_size(gain, C),), scale))
-        if parts.uses_last_ffn and not hasattr(backbone, "last_ffn"):
+        self.dropout = nn.Dropout(dropout)
+        if parts.uses_last_block and not hasattr(backbone, "last_block"):
             raise ContextReadyError(
                 f"correction={definition.name} works only with a native transformer; use correction=add."
             )
         # A tuple hides the weights from this module, so that they are listed and saved once, as the block's.
-        self._shared: tuple[FFN, ...] = (backbone.last_ffn,) if parts.uses_last_ffn else ()  # type: ignore[attr-defined]
+        self._shared: tuple[Block, ...] = (backbone.last_block,) if parts.uses_last_block else ()  # type: ignore[attr-defined]
 
     def forward(self, carried_BTC: Tensor, e_BTC: Tensor) -> Tensor | None:
         """Compute correction_t from the vector carried over from position t-1 and e_t; None adds nothing."""
@@ -50,7 +53,7 @@ class CorrectionModule(nn.Module):
 
     def fits(self, backbone: "Backbone") -> bool:
         """Whether this correction fits the backbone: the width is the same, and shared weights are this backbone's."""
-        shared = not self._shared or getattr(backbone, "last_ffn", None) is self._shared[0]
+        shared = not self._shared or getattr(backbone, "last_block", None) is self._shared[0]
         return self.width == backbone.width and shared
 
     def LN(self, x: Tensor, name: str = "norm") -> Tensor:
@@ -61,15 +64,25 @@ class CorrectionModule(nn.Module):
     def corr_ffn(self, x: Tensor) -> Tensor:
         """Apply the correction's own network."""
         assert self.ffn is not None
-        out: Tensor = self.ffn(x)
+        out: Tensor = self.dropout(self.ffn(x))
         if self.gain is not None:
             return out * self.gain
         return out if self.scale == 1.0 else out * self.scale
 
     def last_ffn(self, x: Tensor) -> Tensor:
         """Apply the last block's network."""
-        out: Tensor = self._shared[0](x)
+        out: Tensor = self.dropout(self.shared_block.ffn(x))
         return out
+
+    def last_norm(self, x: Tensor) -> Tensor:
+        """Apply the norm in front of the last block's network."""
+        normed: Tensor = self.shared_block.ffn_norm(x)
+        return normed
+
+    @property
+    def shared_block(self) -> Block:
+        """The block whose weights the formula uses."""
+        return self._shared[0]
 
     def concat(self, z: Tensor, e: Tensor) -> Tensor:
         """Concatenate both values."""
@@ -77,11 +90,12 @@ class CorrectionModule(nn.Module):
 
     def initialise(self, init: str) -> None:
         """Initialize the weights; with `init="zero"` the output layer starts at zero."""
-        init_weights(self)
+        init_weights(self, self.weights)
         if self.gain is not None:
             nn.init.constant_(self.gain, self.scale)
         if init == "zero" and self.ffn is not None:
-            nn.init.zeros_(self.ffn.down.weight)
+            for p in self.ffn.down.parameters():
+                nn.init.zeros_(p)
 
     @property
     def is_untrained(self) -> bool:
@@ -96,15 +110,21 @@ def build_correction(
     bias: bool = False,
     scale: float = 1.0,
     gain: str | None = None,
+    *,
+    dropout: float = 0.0,
+    weights: str = "gpt2",
 ) -> CorrectionModule:
     """Create a correction for this backbone, on its device and in its dtype; the name None means no correction.
 
     With `init="zero"` the output layer starts at zero, so the model starts out equal to the backbone. `scale` is a
     factor on the network's output. With `gain` (scalar or channel) the factor is learned and starts at `scale`.
+    `dropout` applies to the embeddings, once for all passes, and to the network's output. `weights` is the backbone's
+    `init`.
     """
     check_correction(name, init, scale, gain)
     # A transformer ignores the settings of a correction.
-    correction = CorrectionModule(find_correction(name), backbone, bias, scale, None if name is None else gain)
+    gain, dropout = (None, 0.0) if name is None else (gain, dropout)
+    correction = CorrectionModule(find_correction(name), backbone, bias, scale, gain, dropout=dropout, weights=weights)
     correction.initialise(init)
     return correction.to(next(backbone.parameters()))
 

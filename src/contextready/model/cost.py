@@ -75,7 +75,7 @@ def account(config: ModelConfig) -> Account:
         macs_blocks=block_macs(c),
         macs_correction=correction_macs(c.correction, c.width),
         macs_head=embedding,
-        parameters=2 * embedding + block_parameters(c) + _norm(c.width, c.bias) + own,
+        parameters=embedding + block_parameters(c) + _head_parameters(c) + own,
         embedding_parameters=embedding,
         correction_parameters=own,
     )
@@ -87,6 +87,10 @@ def block_parameters(config: ModelConfig) -> int:
     attention = _norm(C, bias) + _linear(C, 3 * C, bias) + _linear(C, C, bias)
     ffn = _norm(C, bias) + _ffn(C, C, bias)
     return config.layers * (attention + ffn) + (ffn if config.extra_ffn else 0)
+
+
+def _head_parameters(config: ModelConfig) -> int:
+    return _norm(config.width, config.bias) + _linear(config.width, config.vocab_size, config.head_bias)
 
 
 def correction_parameters(config: ModelConfig) -> int:

@@ -18,7 +18,7 @@ def weight_shapes(config: ModelConfig) -> Iterator[Shape]:
     prefix = "" if config.correction is None else "backbone."
     yield f"{prefix}embedding.weight", (V, C)
     yield from _norm(f"{prefix}final_norm", C, bias)
-    yield f"{prefix}unembedding.weight", (V, C)
+    yield from _linear(f"{prefix}unembedding", C, V, config.head_bias)
     if config.extra_ffn:
         yield from _norm(f"{prefix}extra_norm", C, bias)
         yield from _ffn(f"{prefix}extra_ffn", C, C, bias)

@@ -26,6 +26,7 @@ class Attention(nn.Module):
         self.heads, self.head_size = config.heads, config.head_size
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.bias)
         self.out = nn.Linear(config.width, config.width, bias=config.bias)
+        self.dropout = nn.Dropout(config.attention_dropout)
 
     def forward(self, x_BTC: Tensor, attend: Attend, layer: int) -> Tensor:
         """Apply attention; `attend` holds the positions, the mask and any earlier keys and values."""
@@ -33,7 +34,7 @@ class Attention(nn.Module):
         qkv_BT3HE = self.qkv(x_BTC).view(B, T, 3, self.heads, self.head_size)
         q_BHTE, k_BHTE = attend.rotate(qkv_BT3HE[:, :, :2]).permute(2, 0, 3, 1, 4).unbind(0)
         k_BHSE, v_BHSE = attend.join(layer, k_BHTE, qkv_BT3HE[:, :, 2].transpose(1, 2))
-        y_BHTE = attend(q_BHTE, k_BHSE, v_BHSE)
+        y_BHTE = attend(q_BHTE, k_BHSE, v_BHSE, self.dropout.p if self.training else 0.0)
         out_BTC: Tensor = self.out(y_BHTE.transpose(1, 2).reshape(B, T, C))
         return out_BTC
 
@@ -79,18 +80,19 @@ class Transformer(nn.Module):
         unfilled_VC = torch.empty(config.vocab_size, config.width)
         self.embedding = nn.Embedding.from_pretrained(unfilled_VC, freeze=False)  # type: ignore[no-untyped-call]
         self.dropout = nn.Dropout(config.dropout)
+        self.input_dropout = nn.Dropout(config.input_dropout)
         self.layers = nn.ModuleList([Block(config) for _ in range(config.layers)])
         self.extra_norm = nn.LayerNorm(config.width, bias=config.bias) if config.extra_ffn else None
         self.extra_ffn = FFN(config.width, config.bias) if config.extra_ffn else None
         self.final_norm = nn.LayerNorm(config.width, bias=config.bias)
-        self.unembedding = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.unembedding = nn.Linear(config.width, config.vocab_size, bias=config.head_bias)
         self.initialise()
 
     def initialise(self) -> None:
         """Initialize all weights."""
-        init_weights(self)
+        init_weights(self, self.config.init)
         # Residual branches add up over depth, so deeper models start with smaller ones, as in GPT-2.
-        for block in self.layers:
+        for block in self.layers if self.config.init == "gpt2" else ():
             assert isinstance(block, Block)
             for linear in (block.attn.out, block.ffn.down):
                 fill_normal(linear.weight, INIT_STD / (2 * self.config.layers) ** 0.5)
@@ -101,11 +103,11 @@ class Transformer(nn.Module):
         return self.config.width
 
     @property
-    def last_ffn(self) -> FFN:
-        """The feed-forward network of the last block."""
+    def last_block(self) -> Block:
+        """The last block, whose weights some corrections use."""
         last = self.layers[-1]
         assert isinstance(last, Block)
-        return last.ffn
+        return last
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """Return the context-free embedding e (B, T, C) of every token."""
@@ -125,7 +127,7 @@ class Transformer(nn.Module):
         if past is not None:
             check_past(past)
         attend = Attend(self.config, x_BTC) if past is None else past.attend(self.config, x_BTC)
-        h_BTC = self.dropout(x_BTC)
+        h_BTC = self.input_dropout(x_BTC)
         for layer, block in enumerate(self.layers):
             h_BTC = block(h_BTC, attend, layer)
         if self.extra_ffn is not None and self.extra_norm is not None:
@@ -133,7 +135,7 @@ class Transformer(nn.Module):
         return h_BTC, attend.after()
 
     def head(self, z_BTC: Tensor) -> Tensor:
-        """Return the logits (B, T, V) = W_head LN(z)."""
+        """Return the logits (B, T, V) = W_head LN(z), plus the head's bias if it has one."""
         logits_BTV: Tensor = self.unembedding(self.final_norm(z_BTC))
         return logits_BTV
 
@@ -156,10 +158,20 @@ def fill_normal(weight: Tensor, std: float) -> None:
         nn.init.normal_(weight, std=std)
 
 
-def init_weights(module: nn.Module) -> None:
-    """Initialize with normal weights of standard deviation 0.02 and zero biases, as in GPT-2."""
+def init_weights(module: nn.Module, init: str = "gpt2") -> None:
+    """Initialize with normal weights of standard deviation 0.02 and zero biases (gpt2), or as PyTorch does (torch)."""
+    initialise = {"gpt2": _as_in_gpt2, "torch": _as_in_torch}[init]
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Embedding):
-            fill_normal(part.weight, INIT_STD)
-        if isinstance(part, nn.Linear) and part.bias is not None:
-            nn.init.zeros_(part.bias)
+            initialise(part)
+
+
+def _as_in_gpt2(part: nn.Linear | nn.Embedding) -> None:
+    fill_normal(part.weight, INIT_STD)
+    if isinstance(part, nn.Linear) and part.bias is not None:
+        nn.init.zeros_(part.bias)
+
+
+def _as_in_torch(part: nn.Linear | nn.Embedding) -> None:
+    if not part.weight.is_meta:
+        part.reset_parameters()

@@ -86,11 +86,15 @@ class TrainConfig:
     warmup: int = 1000
     """Steps over which the learning rate rises linearly from zero."""
     weight_decay: float = 0.1
-    """AdamW weight decay of matrices. Vectors (norms and biases) are not decayed."""
+    """AdamW weight decay, of the weights that decay names."""
+    decay: str = "matrices"
+    """What is decayed: matrices (with embedding and head), or all (with norms and biases too)."""
     beta1: float = 0.9
     """AdamW decay rate of the first moment."""
     beta2: float = 0.95
     """AdamW decay rate of the second moment."""
+    eps: float = 1e-8
+    """AdamW term that keeps the denominator from being zero."""
     clip: float = 1.0
     """Clip the gradient to this norm."""
     precision: str = "auto"
@@ -138,7 +142,7 @@ class TrainConfig:
             )
         if not 0 <= self.seed < 2**63:
             raise ContextReadyError(f"seed must be from 0 to 2**63 - 1, but got {shown(self.seed)}.")
-        for name in ("lr", "correction_lr", "clip"):
+        for name in ("lr", "correction_lr", "clip", "eps"):
             if not 0.0 < getattr(self, name) < inf:
                 raise ContextReadyError(f"{name} must be greater than 0 and finite, but got {getattr(self, name)}.")
         for name in ("weight_decay", "convergence_weight"):
@@ -152,6 +156,7 @@ class TrainConfig:
             if not 0.0 <= getattr(self, name) <= 0.9999999:
                 raise ContextReadyError(f"{name} must be at least 0 and less than 1, but got {getattr(self, name)}.")
         _one_of("schedule", self.schedule, ("constant", "cosine"))
+        _one_of("decay", self.decay, ("matrices", "all"))
         _one_of("gradient", self.gradient, ("unroll", "truncated", "implicit", "bptt"))
         for key, mode in OF_MODE.items():
             if self.gradient != mode and getattr(self, key) != getattr(TrainConfig, key):

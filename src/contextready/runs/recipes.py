@@ -2,7 +2,8 @@
 
 A file in `recipes/` is one run. A file in `recipes/paper/` is an experiment. It lists models, whose shapes come from
 `PAPER_MODELS`, and settings for all or for single models. `main-85m/owt-d5-c1120` names a model of an experiment;
-`owt-d5-c1120` alone means the first experiment that lists the model.
+`owt-d5-c1120` alone means the first experiment that lists the model. The word `authors=true` after it applies the
+settings of the author's own runs.
 """
 
 import shlex
@@ -19,6 +20,7 @@ from contextready.formats.limits import shown
 from contextready.formats.yaml_file import read_yaml
 from contextready.model.config import ModelConfig
 from contextready.model.correction import CORRECTIONS
+from contextready.runs import authors
 from contextready.runs.checkpoint import newest_checkpoint, open_checkpoint
 from contextready.runs.config import (
     MODEL_KEYS,
@@ -81,18 +83,27 @@ def recipe_names() -> list[str]:
     return small + [f"{name}/{model}" for name, settings in paper_experiments().items() for model in settings["models"]]
 
 
-def load_recipe(name: str) -> Settings:
-    """Return the settings of a recipe in the package, or of the user's own YAML file."""
+def load_recipe(name: str, as_author: bool = False) -> Settings:
+    """Return the settings of a recipe in the package, or of the user's own YAML file.
+
+    With `as_author`, a recipe of the paper has the settings of the author's own runs.
+    """
+    own = "/" not in name and (FOLDER / f"{name}.yaml").is_file()
+    if as_author and (own or _is_file(name)):
+        raise ContextReadyError(
+            f"authors=true applies to the recipes of the paper, not to {shown(name)}; leave it out (crt train --list "
+            "shows all recipes)."
+        )
     if _is_file(name):
         if not Path(name).exists():
             raise ContextReadyError(f"There is no recipe file {shown(name)}.")
         return {"out": f"runs/{Path(name).stem}"} | _read(Path(name))
-    if "/" not in name and (FOLDER / f"{name}.yaml").is_file():
+    if own:
         return {"out": f"runs/{name}"} | _read(FOLDER / f"{name}.yaml")
     experiment, _, model = name.rpartition("/")
     for candidate, settings in paper_experiments().items():
         if experiment in ("", candidate) and model in settings["models"]:
-            return _paper_recipe(candidate, model, settings)
+            return _paper_recipe(candidate, model, settings, as_author)
     if name in paper_experiments():
         models = [f"{name}/{model}" for model in paper_experiments()[name]["models"]]
         count = "one model" if len(models) == 1 else f"{len(models)} models"
@@ -110,20 +121,32 @@ def _is_file(recipe: str) -> bool:
     return recipe.endswith((".yaml", ".yml"))
 
 
-def _paper_recipe(experiment: str, model: str, settings: Settings) -> Settings:
+def _paper_recipe(experiment: str, model: str, settings: Settings, as_author: bool) -> Settings:
     shape, models = asdict(PAPER_MODELS[model].config), settings["models"]
-    rest = {key: value for key, value in settings.items() if key != "models"}
-    if isinstance(models, dict):
-        rest |= models[model]
+    own = models[model] if isinstance(models, dict) else {}
+    rest = settings | own
+    if as_author:
+        sections = [part[authors.SWITCH] for part in (settings, own) if authors.SWITCH in part]
+        if "task" in rest and not sections:
+            raise ContextReadyError(f"There are no settings of the author for {experiment}/{model}; leave authors out.")
+        rest |= authors.authors_settings(shape, "task" not in rest)
+        for section in sections:
+            rest |= section
+    rest = {key: value for key, value in rest.items() if key not in ("models", authors.SWITCH)}
     if shape["correction"] is None:
-        # K and the gradient are meant for the context-ready models of the experiment; a transformer makes one pass.
-        rest = {key: value for key, value in rest.items() if key not in OF_CORRECTION}
+        # K, the gradient and the conversion are meant for the context-ready models of the experiment.
+        rest = {
+            key: value for key, value in rest.items() if key not in (*OF_CORRECTION, "init_from", "correction_init")
+        }
     if "task" in rest:
         # The task determines the vocabulary and the window, even if its settings are changed.
         del shape["vocab_size"], shape["window"]
     if "init_from" in rest:
         rest["init_from"] = rest["init_from"].format(transformer=model.replace("-d", "-n"))
-    return {"out": f"runs/{experiment}/{model}"} | shape | rest
+    rest["out"] = f"runs/{experiment}/{model}"
+    if as_author:
+        rest |= {key: authors.in_folder(rest[key]) for key in ("out", "init_from") if key in rest}
+    return shape | rest
 
 
 def resolve(recipe: str, words: Sequence[str]) -> RunConfig:
@@ -133,7 +156,7 @@ def resolve(recipe: str, words: Sequence[str]) -> RunConfig:
     designed for, so that a run can be planned without data. Call `check_inputs` before training.
     """
     given = _given(words)
-    recipe_settings = load_recipe(recipe)
+    recipe_settings = load_recipe(recipe, authors.is_on(given.pop(authors.SWITCH, "false")))
     settings = recipe_settings | given
     if given.get("correction", "").lower() == "none":
         # K and the gradient of the recipe are meant for its correction; without one there is a single pass.
@@ -200,8 +223,8 @@ def check_inputs(recipe: str, words: Sequence[str], config: RunConfig, missing_o
     folder, model, origin = Path(config.train.data), config.model, config.train.init_from
     begun = newest_checkpoint(Path(config.train.out)) is not None
     if origin is not None and not (missing_ok or begun or Path(origin).exists()):
-        name = origin.removeprefix("runs/")
-        hint = f" Train it first with: crt train {name}" if name in recipe_names() else ""
+        command = authors.train_command(origin, recipe_names())
+        hint = "" if command is None else f" Train it first with: {command}"
         raise ContextReadyError(f"There is no run or checkpoint at {origin}, which init_from names.{hint}")
     if config.task is not None:
         return

@@ -92,7 +92,7 @@ class _Tape:
         self.made_for = _made_for(model, e_BTC)
         self.e, self.x = PerToken(e_BTC, C), PerToken(e_BTC, C)
         self.correction = StepCorrection(model.correction, self.e)
-        self.drop = StepDropout(backbone.dropout)
+        self.drop = StepDropout(backbone.input_dropout)
         self.entered = self.x.like(C) if self.drop.p > 0.0 else self.x
         attend = Attend(backbone.config, e_BTC)
         self.layers: list[StepResidual] = []

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from contextready.model.correction_module import CorrectionModule
 from contextready.model.transformer import FFN
-from contextready.solve.bptt_parts import Gradients, PerToken, StepFFN, StepNorm
+from contextready.solve.bptt_parts import Gradients, PerToken, StepDropout, StepFFN, StepNorm
 
 
 class Value:
@@ -82,7 +82,10 @@ class StepCorrection:
         return out if unscaled else self._add_step(_Scale(self, out))
 
     def last_ffn(self, x: Value) -> Value:
-        return self._add_step(_Network(self, self.correction._shared[0], x))
+        return self._add_step(_Network(self, self.correction.shared_block.ffn, x))
+
+    def last_norm(self, x: Value) -> Value:
+        return self._add_step(_Norm(self, self.correction.shared_block.ffn_norm, x))
 
     def concat(self, z: Value, e: Value) -> Value:
         return self._add_step(_Concat(self, z, e))
@@ -191,6 +194,7 @@ class _Norm:
 class _Network:
     def __init__(self, formula: StepCorrection, ffn: FFN, x: Value) -> None:
         self.x, self.ffn = _used(x), StepFFN(ffn, formula.like)
+        self.drop = StepDropout(formula.correction.dropout)
         self.y = Value(formula, ffn.down.out_features, self.ffn.down.y)
         self.dx = formula.like.all.new_empty(formula.like.all.shape[1], x.width)
 
@@ -198,12 +202,15 @@ class _Network:
         self.ffn.begin()
 
     def forward(self, t: int) -> None:
-        self.ffn.forward(t, self.x.at(t))
+        y_BC = self.ffn.forward(t, self.x.at(t))
+        if self.drop.p > 0.0:
+            # The backward does not need the output as it was before.
+            y_BC.copy_(self.drop.forward(y_BC))
 
     def backward(self, t: int) -> None:
         dy = self.y.take()
         assert dy is not None
-        self.ffn.dy.at[t].copy_(dy)
+        self.ffn.dy.at[t].copy_(self.drop.backward(dy))
         if self.x.gradient_place is not None and self.x.uses == 1:
             self.ffn.backward(t, out=self.x.gradient_place.at[t])
         else:

@@ -12,7 +12,7 @@ from math import sqrt
 import torch
 from torch import Tensor, nn
 
-from contextready.model.attention import Attend
+from contextready.model.attention import Attend, channel_pairs
 from contextready.model.transformer import FFN, Attention
 
 aten = torch.ops.aten
@@ -194,10 +194,13 @@ class StepAttention:
         T, B, C = like.all.shape
         H, E, new = attention.heads, attention.head_size, like.all.new_empty
         # Order: keys, queries, values. Channel pairs of keys and queries that rotate together are adjacent.
-        q, k, v = torch.arange(3 * C, device=like.all.device).view(3, H, 2, E // 2)
-        order = torch.cat((k.mT.flatten(), q.mT.flatten(), v.flatten()))
+        q, k, v = torch.arange(3 * C, device=like.all.device).view(3, H, E)
+        k, q = (channel_pairs(x, attend.pair_dim).movedim(attend.pair_dim, -1) for x in (k, q))
+        order = torch.cat((k.flatten(), q.flatten(), v.flatten()))
         self.kqv, self.out = StepLinear(attention.qkv, like, order), StepLinear(attention.out, like)
         self.mixed, self.dy = like.like(C), self.out.dy
+        self.drop = StepDropout(attention.dropout)
+        self.undropped: list[Tensor] = []
         # The rotation by each position's angle, which also scales the query.
         scale_21E = like.all.new_tensor([1.0, 1.0 / sqrt(E)])[:, None, None]
         rotation_T21E = torch.complex(attend.cos, attend.sin)[:, None, None] * scale_21E
@@ -228,6 +231,9 @@ class StepAttention:
         self.v_NTE[:, t].view(B, H, E).copy_(v_BHE)
         self.q_NTE[:, t : t + 1] = q_N1E
         p_N1S = torch.bmm(q_N1E, self.k_NTE[:, first : t + 1].mT).softmax(-1)
+        if self.drop.p > 0.0:
+            self.undropped.append(p_N1S)
+            p_N1S = self.drop.forward(p_N1S)
         self.p_NTP[:, t : t + 1, first - t - 1 :] = p_N1S
         torch.bmm(p_N1S, self.v_NTE[:, first : t + 1], out=self.mixed.at[t].view(B * H, 1, E))
         return self.out.forward(t, self.mixed.at[t])
@@ -239,7 +245,9 @@ class StepAttention:
         dy_N1E = self.out.backward(t).view(B * H, 1, E)
         self.dy_NTE[:, t : t + 1] = dy_N1E
         p_N1S = self.p_NTP[:, t : t + 1, first - t - 1 :]
-        dp_N1S = torch.bmm(dy_N1E, self.v_NTE[:, first : t + 1].mT)
+        dp_N1S = self.drop.backward(torch.bmm(dy_N1E, self.v_NTE[:, first : t + 1].mT))
+        if self.drop.p > 0.0:
+            p_N1S = self.undropped.pop()
         ds_N1S = aten._softmax_backward_data(dp_N1S, p_N1S, -1, p_N1S.dtype)
         self.ds_NTP[:, t : t + 1, first - t - 1 :] = ds_N1S
         self.dq_NTE[:, t : t + 1] = torch.bmm(ds_N1S, self.k_NTE[:, first : t + 1])

@@ -97,7 +97,7 @@ def prefill(model: ContextReady, tokens_BT: Tensor, state: State | None = None, 
     reader = PromptReader(**settings)
     check_tokens(tokens_BT)
     state = model.init_state(tokens_BT.shape[0]) if state is None else state
-    model.check_state(state, model.backbone.embed(tokens_BT[:, :1]))
+    model.check_state(state, model.embed(tokens_BT[:, :1]))
     if not isinstance(model.backbone, Transformer):
         return _read_by_cache(model, tokens_BT, state, reader)
     assert isinstance(state.cache, KVCache)
@@ -136,7 +136,7 @@ def read_into(
     start, infos = time.perf_counter(), []
     kept: list[Tensor] = []
     for tokens_BS in torch.split(tokens_BT, reader.chunk, dim=1):
-        chunk = Chunk(model, model.backbone.embed(tokens_BS), buffer, position, before_B1C)
+        chunk = Chunk(model, model.embed(tokens_BS), buffer, position, before_B1C)
         solved = _solve(chunk, reader)
         infos.append(solved.info)
         kept.append(solved.carried_BTC[:, -keep:])
@@ -179,7 +179,7 @@ def _read_by_cache(model: ContextReady, tokens_BT: Tensor, state: State, reader:
     """Read with a backbone that has its own kind of cache, chunk by chunk."""
     start, infos = time.perf_counter(), []
     for tokens_BS in torch.split(tokens_BT, reader.chunk, dim=1):
-        z_BTC, state, info = _solve_by_cache(model, model.backbone.embed(tokens_BS), state, reader)
+        z_BTC, state, info = _solve_by_cache(model, model.embed(tokens_BS), state, reader)
         infos.append(info)
     return Prefill(z_BTC[:, -1:], state, _joined(infos, time.perf_counter() - start))
 

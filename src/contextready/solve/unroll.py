@@ -92,7 +92,7 @@ def unroll(
     check_tolerance(tolerance)
     if passes is not None:
         check_passes(passes)
-    e_BTC = model.backbone.embed(tokens_BT)
+    e_BTC = model.embed(tokens_BT)
     if state is not None:
         model.check_state(state, e_BTC)
     past, before_B1C = (None, None) if state is None else (state.cache, state.z_prev_B1C)

@@ -89,7 +89,7 @@ class Objective(nn.Module):
         """Compute the loss with K = `passes`, or of the stream if it is None. `measure` also computes the residual."""
         with self.autocast():
             backbone = self.model.backbone
-            e_BTC, residual = backbone.embed(inputs_BT), None
+            e_BTC, residual = self.model.embed(inputs_BT), None
             if self.stream is not None:
                 mean = mean_cross_entropy(backbone.head(self.stream(e_BTC)), targets_BT)
                 return Loss(mean, mean, None)

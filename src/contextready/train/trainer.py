@@ -321,7 +321,7 @@ class Interrupts:
 
 def load_origin(model: ContextReady, config: RunConfig, origin: checkpoints.Checkpoint, source: Source) -> None:
     """Load the initial weights from a checkpoint: the whole model, or only the blocks if it holds a transformer."""
-    for key in ("heads", "window", "rope_base"):
+    for key in ("heads", "window", "rope_base", "rope"):
         # These change what the weights mean without changing their shapes.
         theirs, ours = getattr(origin.native_config, key), getattr(config.model, key)
         if theirs != ours:
@@ -338,16 +338,16 @@ def load_origin(model: ContextReady, config: RunConfig, origin: checkpoints.Chec
 
 
 def make_optimizer(model: ContextReady, config: RunConfig) -> torch.optim.AdamW:
-    """Create a fused AdamW optimizer: weight decay for matrices but not for vectors, the correction at its own rate."""
+    """Create a fused AdamW optimizer: weight decay for matrices or for everything, the correction at its own rate."""
     t = config.train
     trained = [p for p in model.parameters() if p.requires_grad]
     own = {id(p) for p in model.correction.parameters()}
     groups = []
     for of_correction, factor in ((False, 1.0), (True, t.correction_lr)):
         part = [p for p in trained if (id(p) in own) == of_correction]
-        for is_matrix, decay in ((True, t.weight_decay), (False, 0.0)):
+        for is_matrix, decay in ((True, t.weight_decay), (False, t.weight_decay if t.decay == "all" else 0.0)):
             params = [p for p in part if (p.dim() >= 2) == is_matrix]
             if params:
                 groups.append({"params": params, "weight_decay": decay, "lr_factor": factor})
     fused = next(model.parameters()).device.type in ("cpu", "cuda", "mps")
-    return torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), fused=fused)
+    return torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), eps=t.eps, fused=fused)

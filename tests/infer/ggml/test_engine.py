@@ -12,6 +12,7 @@ from contextready import ContextReady, ContextReadyError, State, Transformer, ac
 from contextready.data.batches import Sequences
 from contextready.data.shards import TokenArray
 from contextready.data.tokenizer import Tokenizer
+from contextready.formats.gguf_file import read_gguf_file
 from contextready.measure.perplexity import sequential_score
 from contextready.model.correction import CORRECTIONS
 
@@ -88,6 +89,19 @@ def test_every_model_steps_as_the_eager_one(correction, window, shape, tmp_path)
     same_state(engine.state(0), state)
     assert engine.position(0) == 45
     assert engine.capacity == (64 if window is None else None)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 6])
+@pytest.mark.parametrize("correction", [None, "add", "concat_z", "tied_norm"])
+def test_neighbouring_channels_that_rotate_together_and_a_bias_of_the_head(correction, heads, tmp_path):
+    model, ids = single(correction=correction, heads=heads, bias=True, rope="integer", head_bias=True), ids_of(45)
+    path = exported(model, tmp_path)
+    engine = GgmlEngine(path, threads=1)
+    assert (engine.config.rope, engine.config.head_bias) == ("integer", True)
+    assert far(stepped(engine, ids), streamed(model, ids)[0]) < TOLERANCE
+    # Programs that know only the other rotation must refuse the file.
+    assert read_gguf_file(path).fields["contextready.format"] == 2
+    assert read_gguf_file(exported(single(), tmp_path)).fields["contextready.format"] == 1
 
 
 @pytest.mark.parametrize("window", [None, BUCKET + 20])

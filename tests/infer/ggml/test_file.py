@@ -125,9 +125,9 @@ def test_files_that_are_no_whole_export_are_a_sentence(tmp_path, monkeypatch):
     bad.write_bytes(whole.replace(b"contextready", b"contextsteady", 1).replace(b"l.architecture", b"l.architectur", 1))
     refused("damaged or incomplete|another kind")
     with monkeypatch.context() as patch:
-        patch.setattr(gguf_file, "FORMAT", 2)
+        patch.setattr(gguf_file, "FORMATS", (3, 4))
         write_gguf(single(), bad, 8)
-    refused("has format version 2, but")
+    refused("has format version 3, but")
 
 
 SIZES = {"format": 1, "context_length": 8, "vocab_size": 5, "embedding_length": 4, "block_count": 1}
@@ -169,7 +169,7 @@ def test_files_with_the_wrong_contents_are_a_sentence(tmp_path):
         (changed("embedding_length", "string", "four"), GOOD, "sizes do not describe a model; export"),
         (changed("attention.head_count", "uint32", 3), GOOD, "sizes do not describe a model .*heads=3"),
         (changed("correction", "string", "more"), GOOD, "sizes do not describe a model .*Unknown correction 'more'"),
-        (changed("format", "uint32", 3), GOOD, "has format version 3, but this version of contextready reads 1"),
+        (changed("format", "uint32", 3), GOOD, "has format version 3, but this version of contextready reads 1 and 2"),
     ):
         write(bad, case, tensors)
         with pytest.raises(ContextReadyError, match=sentence):
@@ -213,6 +213,9 @@ def test_a_tensor_that_the_configuration_does_not_name_is_refused(tmp_path, name
         ("context_length", "uint32", 0, "context_length must be between 1 and 2,147,483,648, but got 0"),
         ("rope.freq_base", "float64", float("nan"), "rope_base must be greater than 1"),
         ("rope.freq_base", "float64", float("inf"), "rope_base must be greater than 1"),
+        ("rope.type", "string", "halves", "rope=halves is unknown"),
+        ("rope.type", "uint32", 2, "sizes do not describe a model; export"),
+        ("head_bias", "uint32", 1, "sizes do not describe a model; export"),
     ],
 )
 def test_sizes_are_limited_before_anything_depends_on_them(tmp_path, name, type, value, sentence):

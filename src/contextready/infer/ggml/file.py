@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from contextready.model.context_ready import ContextReady
 
 ARCHITECTURE = "contextready"
-FORMAT = 1
+FORMATS = (1, 2)
+"""The versions of the format that can be read. Version 2 says how channels rotate; older programs must not guess it."""
 TYPES = ("f32", "f16", "q8_0", "q4_0")
 LONGEST = 1 << 31
 """The most tokens in a training sequence."""
@@ -60,7 +61,7 @@ class ExportedConfig(TransformerConfig):
             yield from self._norm("extra_norm", C, self.bias)
             yield from self._ffn("extra_ffn", C, self.bias)
         yield from self._norm("final_norm", C, self.bias)
-        yield "unembedding.weight", (V, C)
+        yield from self._linear("unembedding", V, C, self.head_bias)
         parts = find_correction(self.correction).parts
         for name, size in parts.norms.items():
             yield from self._norm(f"correction.{name}", size * C, self.correction_bias)
@@ -92,10 +93,17 @@ FIELDS = {
     "extra_ffn": "extra_ffn",
     "bias": "bias",
     "rope_base": "rope.freq_base",
+    "rope": "rope.type",
+    "head_bias": "head_bias",
     "correction": "correction",
     "correction_bias": "correction_bias",
 }
-FIELD_TYPES = {"extra_ffn": bool, "bias": bool, "correction_bias": bool, "rope_base": float, "correction": str}
+FIELD_TYPES = {
+    **dict.fromkeys(("extra_ffn", "bias", "head_bias", "correction_bias"), bool),
+    **{"rope_base": float, "rope": str, "correction": str},
+}
+OPTIONAL = ("window", "correction", "rope", "head_bias")
+"""Fields that are absent from files whose model has their default."""
 
 
 @dataclass(frozen=True)
@@ -206,10 +214,10 @@ def read_gguf(path: str | Path) -> Exported:
             f"{path} contains another kind of model ({shown(architecture)}); only files written by crt export can be "
             "run."
         )
-    if fields.get(f"{ARCHITECTURE}.format") != FORMAT:
+    if fields.get(f"{ARCHITECTURE}.format") not in FORMATS:
         raise ContextReadyError(
             f"{path} has format version {shown(fields.get(f'{ARCHITECTURE}.format'))}, but this version of "
-            f"contextready reads {FORMAT}; export it again, or update contextready."
+            f"contextready reads {' and '.join(map(str, FORMATS))}; export it again, or update contextready."
         )
     config, trained_length = _read_fields(fields, len(contents.tensors), path)
     _check_weights(config, contents.tensors, path)
@@ -262,12 +270,12 @@ def _fold_scale(tensors: "dict[str, Tensor]", scale: float) -> None:
 
 
 def _add_fields(writer: Any, config: ExportedConfig, trained_length: int, tokenizer: "Tokenizer | None") -> None:
-    writer.add_uint32(f"{ARCHITECTURE}.format", FORMAT)
+    writer.add_uint32(f"{ARCHITECTURE}.format", FORMATS[config.rope != ExportedConfig.rope])
     writer.add_uint32(f"{ARCHITECTURE}.context_length", trained_length)
     add = {int: writer.add_uint32, float: writer.add_float64, bool: writer.add_bool, str: writer.add_string}
     for name, key in FIELDS.items():
         value = getattr(config, name)
-        if value is not None:
+        if name not in OPTIONAL or value != getattr(ExportedConfig, name):
             expected = FIELD_TYPES.get(name, int)
             add[expected](f"{ARCHITECTURE}.{key}", expected(value))
     if tokenizer is not None:
@@ -297,8 +305,7 @@ def _read_fields(fields: dict[str, Any], tensors: int, path: Path) -> tuple[Expo
 
 
 def _stated(fields: dict[str, Any], name: str, key: str) -> bool:
-    """Whether to look a field up: window and correction are absent from files whose model has none."""
-    return name not in ("window", "correction") or f"{ARCHITECTURE}.{key}" in fields
+    return name not in OPTIONAL or f"{ARCHITECTURE}.{key}" in fields
 
 
 def _check_weights(config: ExportedConfig, weights: dict[str, GgufTensor], path: Path) -> None:

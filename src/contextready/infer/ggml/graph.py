@@ -20,8 +20,8 @@ from contextready.model.correction import find_correction
 
 Array = npt.NDArray[Any]
 
-NEOX = 2
-"""ggml's mode for rotating the pairs (i, i + E/2)."""
+ROPE_MODES = {"geometric": 2, "integer": 0}
+"""ggml's modes for rotating the pairs (i, i + E/2), and the neighbours (2i, 2i + 1)."""
 FLOAT = 4
 """Bytes of a float32."""
 NODES_PER_ROW = 4
@@ -181,7 +181,9 @@ class StepGraph:
         # Queries and keys are rotated in place, so that one view contains the rotated keys and the values.
         for r, angles_E in enumerate(angles):
             qk = ggml.ggml_view_3d(context, qkv, E, 2 * H, 1, head, 2 * H * head, r * row)
-            rotated = ggml.ggml_rope_ext_inplace(context, qk, one, angles_E, E, NEOX, 0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0)
+            rotated = ggml.ggml_rope_ext_inplace(
+                context, qk, one, angles_E, E, ROPE_MODES[c.rope], 0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0
+            )
             # No later node refers to the rotation, so it is added to the graph before the nodes that read its result.
             ggml.ggml_build_forward_expand(self._graph, rotated)
         fresh = ggml.ggml_view_4d(context, qkv, E, 1, 2 * H, R, head, head, row, H * head)
@@ -257,12 +259,21 @@ class _Formula:
 
     def last_ffn(self, x: _Value) -> _Value:
         """Apply the feed-forward network of the last block."""
-        return self.value(self._graph._ffn(f"layers.{self._graph._config.layers - 1}.ffn", x.tensor))
+        return self.value(self._graph._ffn(f"{self._last_block}.ffn", x.tensor))
+
+    def last_norm(self, x: _Value) -> _Value:
+        """Apply the norm in front of that network."""
+        return self.value(self._graph._norm(f"{self._last_block}.ffn_norm", x.tensor))
+
+    @property
+    def _last_block(self) -> str:
+        return f"layers.{self._graph._config.layers - 1}"
 
 
 def frequencies(config: ExportedConfig) -> npt.NDArray[np.float64]:
     """The E/2 rotary frequencies, in radians per position."""
-    return config.rope_base ** -(np.arange(0, config.head_size, 2, dtype=np.float64) / config.head_size)
+    even_E = np.arange(0, config.head_size, 2, dtype=np.float64)
+    return even_E / 2 if config.rope == "integer" else config.rope_base ** -(even_E / config.head_size)
 
 
 def inverse_angles(frequencies_E: npt.NDArray[np.float64], position: int) -> npt.NDArray[np.float64]:
