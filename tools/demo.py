@@ -68,7 +68,7 @@ def mean_curve(name: str, runs: list[dict[str, Any]], axis: str) -> Curve:
     """Return the mean of the learning curves over seeds, with a band of a standard deviation."""
     curves = [run["learning_curve"] for run in runs]
     end = min(curve[-1][axis] for curve in curves)
-    x = np.array([float(point[axis]) for point in curves[0] if point[axis] <= end])
+    x = np.array(sorted({*(float(point[axis]) for point in curves[0] if point[axis] <= end), float(end)}))
     loss_SX = np.array([[log(at(run, axis, value)) for value in x] for run in runs])
     low, high = band(loss_SX)
     return Curve(name, x, loss_SX.mean(axis=0), low, high)

@@ -30,6 +30,8 @@ EVALUATION = "evaluation.json"
 PASSES = (1, 2, 3, 5, 10)
 EVALUATED_TOKENS = 1 << 16
 """Validation tokens of the evaluation, as many as the recipes score during training."""
+PRETRAINED_TOKENS = 1 << 10
+"""The same for pretrained models, which stream slowly."""
 TOLERANCES = (1e-1, 1e-2, 1e-3)
 """Tolerances with which prompts are read."""
 PARALLEL_SOLVERS = ("jacobi", "sweep")
@@ -89,7 +91,8 @@ def evaluate_run(run: Path) -> Record:
     checkpoint = open_checkpoint(newest)
     data = data_of(checkpoint, None)
     device = torch.device("cpu")
-    found = evaluate_checkpoint(checkpoint, data, device, passes=PASSES, tokens=EVALUATED_TOKENS).as_record()
+    tokens = EVALUATED_TOKENS if isinstance(checkpoint.model_config, ModelConfig) else PRETRAINED_TOKENS
+    found = evaluate_checkpoint(checkpoint, data, device, passes=PASSES, tokens=tokens).as_record()
     found |= {"checkpoint": newest.name, "prompts": _read_prompts(checkpoint, data)}
     write_json(path, found)
     return found
