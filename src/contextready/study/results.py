@@ -28,8 +28,8 @@ from contextready.train.trials import settings_of, with_changes
 
 EVALUATION = "evaluation.json"
 PASSES = (1, 2, 3, 5, 10)
-EVALUATED_TOKENS = 1 << 16
-"""Validation tokens of the evaluation, as many as the recipes score during training."""
+EVALUATED_TOKENS = 1 << 14
+"""Validation tokens of the evaluation; learning curves use those of the recipes."""
 PRETRAINED_TOKENS = 1 << 10
 """The same for pretrained models, which stream slowly."""
 TOLERANCES = (1e-1, 1e-2, 1e-3)
