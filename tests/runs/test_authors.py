@@ -90,3 +90,17 @@ def test_the_run_to_convert_is_trained_with_the_same_switch(tmp_path, monkeypatc
         config = resolve("finetune/owt-d12-c1024", words)
         with pytest.raises(ContextReadyError, match=f"first with: crt train pretrain/owt-n12-c1024{command}$"):
             check_inputs("finetune/owt-d12-c1024", words, config)
+
+
+@pytest.mark.parametrize("name", ["pointer/pointer-n3-c256", "pointer/pointer-d1-c256"])
+def test_pointer_chasing_has_the_authors_network_too(name):
+    model, ours = (resolve(name, words) for words in (["authors=true"], []))
+    assert (model.model.rope, model.model.init, model.model.bias, model.model.head_bias) == (
+        "integer",
+        "torch",
+        True,
+        True,
+    )
+    assert (model.train.convergence_weight, model.model.dropout) == (0.0, 0.0)
+    changed = {key for key, value in vars(model.train).items() if getattr(ours.train, key) != value}
+    assert changed == {"out"}
