@@ -8,7 +8,7 @@ from contextready.cli.main import main
 @pytest.mark.parametrize(
     ("verb", "shown"),
     [
-        ("convert", ["one of the corrections listed below (default: add)", "(default: 5)", "balanced"]),
+        ("convert", ["and add otherwise (default: auto)", "(default: 5)", "LN_z(z_{t-1})"]),
         ("export", ["(default: f16)", "(default: 4096)", "(default: the data that the model was trained on)"]),
         ("bench", ["(default: eager,ggml)", "(default: f32,q8_0)", "(default: 32)", "(default: all cores)"]),
     ],

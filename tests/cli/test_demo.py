@@ -43,7 +43,7 @@ def test_the_demo_runs_without_extras_and_says_so(without_extras, tmp_path, caps
     assert "pip install" in out
     assert "def __init__(self" in out
     assert re.search(r"At equal training compute: after \S+ multiply-accumulates the context-ready layer has", out)
-    assert re.search(r"A context-ready step costs 1\.\d\d times as much\.", out)
+    assert re.search(r"A context-ready step costs \d\.\d\d times as much\.", out)
     assert main([*words, "4"]) == 0
     out, err = capsys.readouterr()
     records = read_metrics(tmp_path / "demo" / "context-ready")

@@ -1,13 +1,15 @@
 """The sizes of a pretrained model's embeddings and block outputs, which decide how its new correction starts."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from contextready.hf.backbone import HFBackbone
 from contextready.hf.structure import evaluating, proof_tokens
 from contextready.model.correction import LARGEST_SCALE
 from contextready.solve.norms import norms
+
+if TYPE_CHECKING:
+    from contextready.hf.backbone import HFBackbone
 
 SAMPLED_TOKENS = 4096
 """About how many tokens the size of embeddings is measured on."""
@@ -27,7 +29,7 @@ def embedding_size(lm: Any) -> float:
 
 
 @torch.no_grad()
-def output_ratio(backbone: HFBackbone) -> float:
+def output_ratio(backbone: "HFBackbone") -> float:
     """Return how many times as large z is as e, as the median over a few tokens."""
     with evaluating(backbone.lm):
         e_1TC = backbone.embed(proof_tokens(backbone.lm))
@@ -36,6 +38,6 @@ def output_ratio(backbone: HFBackbone) -> float:
     return float((norms(z_1TC) / norms(e_1TC))[:, 1:].median())
 
 
-def choose_correction(backbone: HFBackbone) -> str:
+def choose_correction(backbone: "HFBackbone") -> str:
     """Return the correction that fits a pretrained model: balanced if its z is many times as large as e, else add."""
     return "balanced" if output_ratio(backbone) > LARGE else "add"
