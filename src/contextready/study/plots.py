@@ -59,7 +59,7 @@ def draw_compute(records: Sequence[Record], *paths: Path) -> None:
 def _curve(axes: Any, name: str, runs: Runs, axis: str) -> None:
     curves = [record["curve"] for record in runs.by_seed.values()]
     end = min(curve[axis][-1] for curve in curves)
-    x = np.array([value for value in curves[0][axis] if value <= end])
+    x = np.array(sorted({*(value for value in curves[0][axis] if value <= end), end}))
     loss_SX = np.stack([np.interp(x, curve[axis], curve["val_loss"]) for curve in curves])
     (line,) = axes.plot(x, np.exp(loss_SX.mean(axis=0)), linewidth=1.6, label=name)
     if len(curves) > 1:
