@@ -32,7 +32,7 @@ def add(verbs: Verbs) -> None:
     convert.add_argument(
         "--correction",
         default="auto",
-        help="one of the corrections listed below; auto is balanced if the model's z is over 10 times as large as e, "
+        help="one of the corrections listed below; auto is balanced if the model's z is over 50 times as large as e, "
         "and add otherwise (default: auto)",
     )
     convert.add_argument("--bias", action="store_true", help="use biases in the correction")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 SAMPLED_TOKENS = 4096
 """About how many tokens the size of embeddings is measured on."""
-LARGE = 10.0
+LARGE = 50.0
 """If z is more than this many times as large as e, LN(z + e) hardly depends on the token."""
 
 

@@ -206,7 +206,7 @@ class PretrainedModelConfig:
     pretrained: str
     """Model to start from: a folder (such as crt convert writes), a GGUF file, or a name on the Hugging Face Hub."""
     correction: str | None = AUTO
-    """Correction to add. auto: as in the folder, or balanced if z is over 10 times e, else add. none: no correction."""
+    """Correction to add. auto: as in the folder, or balanced if z is over 50 times e, else add. none: no correction."""
     correction_init: str = "zero"
     """zero (the model starts out computing the same as the pretrained one) or random."""
     correction_scale: float | None = None
