@@ -30,8 +30,6 @@ EVALUATION = "evaluation.json"
 PASSES = (1, 2, 3, 5, 10)
 EVALUATED_TOKENS = 1 << 14
 """Validation tokens of the evaluation; learning curves use those of the recipes."""
-PRETRAINED_TOKENS = 1 << 10
-"""The same for pretrained models, which stream slowly."""
 TOLERANCES = (1e-1, 1e-2, 1e-3)
 """Tolerances with which prompts are read."""
 PARALLEL_SOLVERS = ("jacobi", "sweep")
@@ -91,8 +89,7 @@ def evaluate_run(run: Path) -> Record:
     checkpoint = open_checkpoint(newest)
     data = data_of(checkpoint, None)
     device = torch.device("cpu")
-    tokens = EVALUATED_TOKENS if isinstance(checkpoint.model_config, ModelConfig) else PRETRAINED_TOKENS
-    found = evaluate_checkpoint(checkpoint, data, device, passes=PASSES, tokens=tokens).as_record()
+    found = evaluate_checkpoint(checkpoint, data, device, passes=PASSES, tokens=EVALUATED_TOKENS).as_record()
     found |= {"checkpoint": newest.name, "prompts": _read_prompts(checkpoint, data)}
     write_json(path, found)
     return found
@@ -152,7 +149,9 @@ def read_records(
         run = trial.folder(seed, out)
         config = settings_of(run)
         curve = [r for r in read_metrics(run) if r.get("val_loss") is not None]
-        if not (run / EVALUATION).is_file():
+        # Pretrained models stream too slowly for an evaluation of every run.
+        is_native = isinstance(config.model, ModelConfig)
+        if is_native and not (run / EVALUATION).is_file():
             evaluating(run.name)
         records.append(
             {
@@ -162,7 +161,7 @@ def read_records(
                 "model": asdict(config.model) | _base(config.model),
                 "train": {key: value for key, value in asdict(config.train).items() if key not in PLACES},
                 "curve": {key: [r[key] for r in curve] for key in ("step", "tokens", "macs", "seconds", "val_loss")},
-                "evaluation": evaluate_run(run),
+                "evaluation": evaluate_run(run) if is_native else None,
             }
         )
     return records

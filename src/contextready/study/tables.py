@@ -254,9 +254,8 @@ def conversion_table(records: Sequence[Record]) -> str | None:
             compared = [
                 percent(runs.against(plain, axis), 2) if plain and trial.ready else "" for axis in ("step", "macs")
             ]
-            cells = [spread(before, 3), spread(after, 3), *compared, percent(runs.streamed(), 3)]
-            lines.append([base, trial.name, str(len(before)), *cells])
-    head = ["model", "training", "seeds", "before", "after", "equal steps", "equal compute", "streamed"]
+            lines.append([base, trial.name, str(len(before)), spread(before, 3), spread(after, 3), *compared])
+    head = ["model", "training", "seeds", "before", "after", "equal steps", "equal compute"]
     return aligned([head, *lines]) if lines else None
 
 
