@@ -114,12 +114,13 @@ def _of_pretrained(checkpoint: Checkpoint, model: ContextReady) -> Any:
         ) from None
     if isinstance(lm, BaseTransformerForCausalLM):
         lm.config.run = None  # describes the run before this one
-    if not model.is_recurrent:
+    name = model.correction.definition.name
+    if name is None:
         return lm.eval()
     config = ContextReadyConfig(
         base_config=lm.config,
         structure=backbone.structure.as_dict(),
-        correction=model.correction.definition.name,
+        correction=name,
         correction_init=checkpoint.config["model"]["correction_init"],
         correction_bias=described["correction_bias"],
         correction_scale=model.correction.scale,
