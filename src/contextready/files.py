@@ -327,6 +327,18 @@ def locked_folder(folder: Path, doing: str) -> Iterator[None]:
             os.close(handle)
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether another process holds the lock of a folder; False if there is no such folder."""
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not _lock(handle)
+    finally:
+        os.close(handle)
+
+
 def _create_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)

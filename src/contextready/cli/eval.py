@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from contextready.cli.console import make_console
+from contextready.cli.eval_seeds import print_over_seeds
 from contextready.cli.options import Verbs, check_most, parse_numbers, verb, whole_number
 from contextready.cli.paper import paper_model, perplexity_record, print_perplexities
 from contextready.cli.progress import ProgressReport
@@ -178,6 +179,7 @@ def run_eval(
     from contextready.device import find_device
     from contextready.evaluate.evaluate import evaluate_checkpoint
     from contextready.evaluate.names import short_names
+    from contextready.evaluate.summary import as_record, summarize
     from contextready.runs.checkpoint import data_of, open_trained
 
     where = find_device(device)
@@ -209,10 +211,13 @@ def run_eval(
         if with_paper:
             printed = [perplexity_record(model) for model in paper_models]
             records = [record | {"paper": one} for record, one in zip(records, printed, strict=True)]
-        print(to_json({"evaluations": records}))
+        found = summarize(runs, evaluations)
+        print(to_json({"evaluations": records} | ({"over_seeds": as_record(found)} if found else {})))
         return
     names = [str(run) for run in runs]
     print_evaluation(names, evaluations, layout)
+    if layout is None:
+        print_over_seeds(summarize(runs, evaluations))
     if with_paper:
         print_perplexities(short_names(names), paper_models, evaluations)
 

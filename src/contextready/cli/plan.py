@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
+from contextready.cli.console import make_console
 from contextready.cli.options import Verbs, check_most, verb, whole_number
 from contextready.errors import ContextReadyError
 from contextready.files import to_json
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from contextready.runs.config import RunConfig
 
 GIB = 2**30
+WHOLE_PAPER = "paper"
+"""Instead of a recipe: everything that crt reproduce all --scale paper trains."""
 MOST_GPUS = 10**6
 TFLOPS = (1e-6, 1e9)
 UTILISATION = (1e-6, 1.0)
@@ -30,12 +33,14 @@ def add(verbs: Verbs) -> None:
         "estimate the memory and time of a training run",
         "Estimate what a training run needs before it is started: parameters, memory per GPU, FLOPs per\n"
         "step, and the time at a given utilisation. No weights are allocated and no data is needed. Give\n"
-        "the recipe and the settings as for crt train; crt train --help lists all settings.",
+        "the recipe and the settings as for crt train; crt train --help lists all settings. crt plan paper\n"
+        "adds up the experiments of the whole paper.",
         "crt plan mini-d1\n"
         "crt plan owt-d5-c1120 --gpus 8\n"
-        "crt plan owt-d5-c1120 gradient=implicit parallel=fsdp --gpus 8 --tflops 989 --utilisation 0.35",
+        "crt plan owt-d5-c1120 gradient=implicit parallel=fsdp --gpus 8 --tflops 989 --utilisation 0.35\n"
+        "crt plan paper",
     )
-    plan.add_argument("recipe", help="name of a recipe (see crt train --list), or a YAML file with settings")
+    plan.add_argument("recipe", help="name of a recipe (see crt train --list), a YAML file with settings, or paper")
     plan.add_argument("settings", nargs="*", metavar="key=value", help="settings to change, for example steps=4000")
     plan.add_argument("--gpus", type=whole_number, default=1, help="GPUs, or processes, that train the run together")
     plan.add_argument(
@@ -60,6 +65,11 @@ def _run(options: argparse.Namespace) -> None:
         # Zero, negative numbers and NaN have sentences of their own.
         if value > 0.0:
             check_range(f"--{name}", value, low, high)
+    if options.recipe == WHOLE_PAPER:
+        if options.settings:
+            raise ContextReadyError("crt plan paper adds up the recipes as they are; leave the settings out.")
+        print_paper(options.gpus, options.tflops, options.utilisation, options.json)
+        return
     config = resolve(options.recipe, options.settings)
     _check_size(config)
     print_plan(config, options.gpus, options.tflops, options.utilisation, options.json)
@@ -83,6 +93,35 @@ def _check_size(config: "RunConfig") -> None:
         raise ContextReadyError(
             f"batch_size={t.batch_size} and block_size={t.block_size} are too large for a plan; lower them. {advice}"
         )
+
+
+def print_paper(gpus: int, tflops: float, utilisation: float, as_json: bool) -> None:
+    """Print the compute of every table of the paper, counting runs that several tables share once."""
+    from rich import box
+    from rich.table import Table
+
+    from contextready.reproduce.paper_scale import TABLES, costs
+    from contextready.train.plan import gpu_seconds
+
+    found = costs(TABLES)
+    days = [gpu_seconds(one.flops, tflops, utilisation) / 86400 for one in found]
+    if as_json:
+        rows = [dataclasses.asdict(one) | {"gpu_days": of_table} for one, of_table in zip(found, days, strict=True)]
+        print(to_json({"tables": rows, "gpu_days": sum(days), "tflops": tflops, "utilisation": utilisation}, indent=1))
+        return
+    table = Table(box=box.SIMPLE)
+    for column in ("table", "runs", "not in a table above", "FLOPs", "GPU days"):
+        table.add_column(column, justify="left" if column == "table" else "right")
+    for one, of_table in zip(found, days, strict=True):
+        table.add_row(one.table, str(one.runs), str(one.new), f"{one.flops:.2e}", f"{of_table:.2f}")
+    runs, flops, total = sum(one.new for one in found), sum(one.flops for one in found), sum(days)
+    spread = "" if gpus == 1 else f", {total / gpus:.1f} days on {gpus} GPUs"
+    console = make_console(tables=True)
+    console.print(table)
+    console.print(
+        f"{runs} runs, {flops:.2e} FLOPs: {total:.1f} GPU days at {utilisation:.0%} of {tflops:g} TFLOP/s{spread}.",
+        soft_wrap=True,
+    )
 
 
 def print_plan(config: "RunConfig", gpus: int, tflops: float, utilisation: float, as_json: bool) -> None:

@@ -34,8 +34,18 @@ parts of pointer (default: table):
 With --scale paper, answers are absent where they are masked here, as in the author's runs.
 crt pointer --help explains hops, levels, the window, and masked and absent answers."""
 
+    def folder(self, scale: str) -> Path:
+        """The folder for its runs."""
+        return Path(f"runs/pointer-{scale}")
+
     def jobs(
-        self, scale: str, parts: Sequence[str], seeds: Sequence[int], out: Path, changes: Sequence[str]
+        self,
+        scale: str,
+        parts: Sequence[str],
+        seeds: Sequence[int],
+        out: Path,
+        changes: Sequence[str],
+        missing_ok: bool = False,
     ) -> tuple[list["Job"], int]:
         """Return the runs of these parts that are still to train, and the number of all."""
         from contextready.pointer.results import jobs_of

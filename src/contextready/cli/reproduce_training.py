@@ -18,6 +18,7 @@ class TrainingExperiment:
     scales = ("cpu",)
     parts = ("headline", "compute", "controls", "ways", "scale", "convergence", "conversion")
     default_part = "headline"
+
     help = """\
 parts of training (default: headline):
   headline                one context-ready layer (C=128) and the transformer with the same cost
@@ -34,8 +35,18 @@ parts of training (default: headline):
 
 The runs use data/mini unless data=FOLDER is given."""
 
+    def folder(self, scale: str) -> Path:
+        """The folder for its runs."""
+        return Path(f"runs/training-{scale}")
+
     def jobs(
-        self, scale: str, parts: Sequence[str], seeds: Sequence[int], out: Path, changes: Sequence[str]
+        self,
+        scale: str,
+        parts: Sequence[str],
+        seeds: Sequence[int],
+        out: Path,
+        changes: Sequence[str],
+        missing_ok: bool = False,
     ) -> tuple[list["Job"], int]:
         """Return the runs of these parts that are still to train, and the number of all."""
         from contextready.study.results import jobs_of
@@ -74,23 +85,29 @@ The runs use data/mini unless data=FOLDER is given."""
 
     def progress(self, running: Sequence["Job"]) -> Any:
         """Return the newest validations of the running jobs."""
-        from rich.table import Table
-
-        table = Table(box=None, padding=(0, 2, 0, 0))
-        for column in ("run", "step", "validation perplexity"):
-            table.add_column(column, justify="left" if column == "run" else "right")
-        for job in running:
-            step, perplexity = _newest(job)
-            table.add_row(job.name, f"{step:,} of {job.steps:,}", perplexity)
-        return table
+        return perplexity_table(running)
 
     def outcome(self, job: "Job") -> str:
         """Describe how a run ended."""
-        step, perplexity = _newest(job)
+        step, perplexity = newest(job)
         return f"validation perplexity {perplexity} after {step:,} steps"
 
 
-def _newest(job: "Job") -> tuple[int, str]:
+def perplexity_table(running: Sequence["Job"]) -> Any:
+    """Return the newest validations of the running jobs as a table."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("run", "step", "validation perplexity"):
+        table.add_column(column, justify="left" if column == "run" else "right")
+    for job in running:
+        step, perplexity = newest(job)
+        table.add_row(job.name, f"{step:,} of {job.steps:,}", perplexity)
+    return table
+
+
+def newest(job: "Job") -> tuple[int, str]:
+    """Return the step of a job's newest validation, and its perplexity."""
     from contextready.study.results import newest_step
 
     step, loss = newest_step(job.out)

@@ -61,6 +61,7 @@ class Corpus(NamedTuple):
 
 CORPORA = {
     "data/mini": Corpus("default", 4096),
+    "data/small": Corpus("default", 1024),
     "data/owt32k": Corpus("openwebtext", OWT_VOCABULARY),
     "data/wiki16k": Corpus("wikipedia", WIKI_VOCABULARY),
     "runs/demo/data": Corpus("default", 1024, " --val-fraction 0.05"),

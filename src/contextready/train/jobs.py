@@ -1,6 +1,8 @@
 """Runs many `crt` commands, a few at a time, each in its own process."""
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,10 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from contextready.errors import ContextReadyError
+from contextready.files import is_locked
 from contextready.train.trainer import Interrupts
 
 LOG = "console.txt"
 POLL_SECONDS = 0.5
+PR_SET_PDEATHSIG = 1
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 """Keeps glibc from returning the memory of activations to the system, only to page it in again at the next step."""
 
@@ -26,6 +30,10 @@ class Job(NamedTuple):
     words: tuple[str, ...]
     steps: int
     """The largest number of steps that it makes."""
+    after: Path | None = None
+    """The folder of a job that must end first, if it is among those that are run together."""
+    macs: float = 0.0
+    """The multiply-accumulates that are still to do, for estimates of the time."""
 
 
 class Watcher(Protocol):
@@ -53,8 +61,9 @@ def run_jobs(jobs: Sequence[Job], at_once: int, watch: Watcher, ended: Callable[
     with Interrupts() as stopped:
         try:
             while (waiting or running) and stopped.received is None:
-                while waiting and len(running) < at_once:
-                    running.append(_start(waiting.pop(0), threads))
+                while len(running) < at_once and (ready := _first_ready(waiting, running)) is not None:
+                    waiting.remove(ready)
+                    running.append(_start(ready, threads))
                 watch([one.job for one in running], len(jobs) - len(waiting) - len(running))
                 time.sleep(POLL_SECONDS)
                 for one in [one for one in running if one.process.poll() is not None]:
@@ -70,6 +79,15 @@ def run_jobs(jobs: Sequence[Job], at_once: int, watch: Watcher, ended: Callable[
     return stopped.received
 
 
+def _first_ready(waiting: Sequence[Job], running: Sequence[_Running]) -> Job | None:
+    """Return the first job that waits for no other one, and whose folder no other process is writing to.
+
+    Such a process may be the job of a command that was killed. It ends soon, and its run is resumed.
+    """
+    unfinished = {job.out for job in waiting} | {one.job.out for one in running}
+    return next((job for job in waiting if job.after not in unfinished and not is_locked(job.out)), None)
+
+
 def _start(job: Job, threads: int) -> _Running:
     job.out.mkdir(parents=True, exist_ok=True)
     log = (job.out / LOG).open("ab")
@@ -82,8 +100,18 @@ def _start(job: Job, threads: int) -> _Running:
         stderr=subprocess.STDOUT,
         env=environment,
         start_new_session=True,
+        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
     )
     return _Running(job, process, log)
+
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def _end_with_parent() -> None:
+    """Ask Linux to send this process a SIGTERM, after which it saves and ends, if its parent is killed."""
+    assert _LIBC is not None
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _finish(one: _Running) -> None:

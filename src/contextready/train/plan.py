@@ -36,11 +36,16 @@ class Plan:
 
     def seconds_per_step(self, tflops: float, utilisation: float) -> float:
         """Return the time per step on GPUs with this peak speed, of which the fraction `utilisation` is reached."""
-        if not tflops > 0.0:
-            raise ContextReadyError(f"--tflops must be greater than 0, but got {tflops:g}.")
-        if not 0.0 < utilisation <= 1.0:
-            raise ContextReadyError(f"--utilisation must be greater than 0 and at most 1, but got {utilisation:g}.")
-        return self.flops_per_step / (self.gpus * tflops * 1e12 * utilisation)
+        return gpu_seconds(self.flops_per_step, tflops, utilisation) / self.gpus
+
+
+def gpu_seconds(flops: float, tflops: float, utilisation: float) -> float:
+    """Return the time on one GPU with this peak speed, of which the fraction `utilisation` is reached."""
+    if not tflops > 0.0:
+        raise ContextReadyError(f"--tflops must be greater than 0, but got {tflops:g}.")
+    if not 0.0 < utilisation <= 1.0:
+        raise ContextReadyError(f"--utilisation must be greater than 0 and at most 1, but got {utilisation:g}.")
+    return flops / (tflops * 1e12 * utilisation)
 
 
 def make_plan(config: RunConfig, gpus: int) -> Plan:
