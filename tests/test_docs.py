@@ -53,8 +53,8 @@ def can_run(words):
     """Whether a command can run here. Some need the engine ggml, a peer, a download, or hours."""
     if "--tasks" in words and not any("=" in word for word in words):
         return False  # lm_eval downloads its own tasks
-    if words[0] == "reproduce" and "headline" not in words:
-        return False  # the same as the headline, with many more rows
+    if words[0] == "reproduce" and not {"headline", "--dry-run"} & set(words):
+        return False  # many more runs; tests/reproduce trains a table and prints its ledger
     return "--peers" not in words and (GGML or not ({"export", "bench"} & set(words) or "mini.gguf" in words))
 
 
@@ -119,7 +119,7 @@ def test_the_map_of_the_packages_is_what_the_sources_say():
         assert path.name in page, path
 
 
-@pytest.mark.parametrize("tool", ["results.py", "demo.py"])
+@pytest.mark.parametrize("tool", ["results.py", "demo.py", "reproduction.py"])
 def test_tables_are_what_the_result_files_say(tool):
     done = subprocess.run([sys.executable, ROOT / "tools" / tool, "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

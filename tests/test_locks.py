@@ -12,6 +12,7 @@ import pytest
 
 from contextready.errors import ContextReadyError
 from contextready.files import (
+    is_locked,
     locked,
     locked_folder,
     partial_name,
@@ -33,6 +34,16 @@ def test_a_lock_keeps_others_out_and_is_released(tmp_path):
         with lock.open() as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with locked(lock, "writing it"):
+        pass
+
+
+def test_a_locked_folder_is_seen_as_such_and_not_locked_by_looking(tmp_path):
+    folder = tmp_path / "run"
+    assert not is_locked(folder)
+    with locked_folder(folder, "training"):
+        assert is_locked(folder)
+    assert not is_locked(folder)
+    with locked_folder(folder, "training"):
         pass
 
 

@@ -8,7 +8,7 @@ from contextready.cli.console import make_console
 from contextready.cli.options import Verbs, check_most, verb, whole_number
 from contextready.errors import ContextReadyError
 from contextready.files import to_json
-from contextready.formats.limits import check_range
+from contextready.formats.limits import check_count, check_range
 
 if TYPE_CHECKING:
     from contextready.runs.config import RunConfig
@@ -103,6 +103,7 @@ def print_paper(gpus: int, tflops: float, utilisation: float, as_json: bool) -> 
     from contextready.reproduce.paper_scale import TABLES, costs
     from contextready.train.plan import gpu_seconds
 
+    check_count("--gpus", gpus, 1, MOST_GPUS)
     found = costs(TABLES)
     days = [gpu_seconds(one.flops, tflops, utilisation) / 86400 for one in found]
     if as_json:

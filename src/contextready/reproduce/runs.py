@@ -145,7 +145,9 @@ _ALL = [
     # Conversions after a part of the steps, with equal tokens in the end.
     *(_plain(n, suffix="-start", name=f", {START:g} of the steps", length=START) for n in (1, 2, 3, 5)),
     *(
-        _ready(d, WIDTH, *HALF, suffix="-matched", name=", converted early", start=f"n{d}-c{WIDTH}-start", length=MATCHED)
+        _ready(
+            d, WIDTH, *HALF, suffix="-matched", name=", converted early", start=f"n{d}-c{WIDTH}-start", length=MATCHED
+        )
         for d in (1, 2, 3, 5)
     ),
     # Conversions after all steps, and the same transformers trained further, to equal compute.
