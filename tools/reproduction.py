@@ -1,6 +1,7 @@
 """Writes the ledger and the tables of docs/reproduction.md and draws their pictures, from docs/results.
 
 crt reproduce all --seeds 0,1,2
+python benchmarks/passes.py --out docs/results/passes.json
 python tools/reproduction.py runs/reproduce-cpu/results.json   # adds these runs to docs/results/reproduction.json
 python tools/reproduction.py                                   # --check only compares the page
 """
@@ -21,6 +22,7 @@ from contextready.reproduce.report import LEGEND, tables_markdown, title
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reproduction.md"
 SOURCE = ROOT / "docs" / "results" / "reproduction.json"
+PASSES = ROOT / "docs" / "results" / "passes.json"
 POINTER = ROOT / "docs" / "results" / "pointer.json"
 PICTURES = ROOT / "docs" / "pictures"
 
@@ -56,6 +58,8 @@ def main() -> int:
     for path in (word for word in sys.argv[1:] if word != "--check"):
         add_results(Path(path))
     results = read(SOURCE) | read(POINTER)
+    if PASSES.is_file():
+        results["passes"] = read(PASSES)
     made, before = blocks(results), PAGE.read_text(encoding="utf-8")
 
     def replaced(match: re.Match[str]) -> str:

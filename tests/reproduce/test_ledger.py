@@ -194,6 +194,15 @@ def test_decoding_speeds_are_compared_in_pairs():
     assert timing_findings("decoding-speed", None) == []
 
 
+def test_compiled_passes_are_compared_with_both_kinds_of_five():
+    seconds = {"K=2": 2.0, "K=5": 5.1, "K=2 compiled": 1.0, "K=5 compiled": 2.5}
+    results = {"runs": made_up(0.96), "passes": {"seconds": {"D=2 C=256": seconds}}}
+    (entry,) = [one for one in entries(results) if one.claim.id == "two-passes-compiled"]
+    _, plain, control = entry.findings
+    assert (plain.ours, plain.is_control, plain.verdict) == ("5.10×", False, Verdict(IN_SIGN))
+    assert (control.ours, control.is_control) == ("2.50×", True)
+
+
 def test_bad_result_files_are_refused(tmp_path, capsys):
     for name, content in (("empty.json", "{}"), ("list.json", "[1]"), ("runs.json", '{"runs": [{"key": "a"}]}')):
         (tmp_path / name).write_text(content)

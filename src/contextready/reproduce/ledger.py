@@ -11,7 +11,14 @@ from contextready.paper.claims import Claim, claims
 from contextready.reproduce.checks import Part
 from contextready.reproduce.claims import CHECKS
 from contextready.reproduce.computed import ABOUT_THE_PAPER, COMPUTED, Finding
-from contextready.reproduce.measured import POINTER, TIMING, pointer_findings, timing_findings
+from contextready.reproduce.measured import (
+    COMPILED,
+    POINTER,
+    TIMING,
+    passes_findings,
+    pointer_findings,
+    timing_findings,
+)
 from contextready.reproduce.measures import Records
 from contextready.reproduce.verdicts import NOT_TESTABLE, RULE, Verdict, worst
 from contextready.study.tables import spread
@@ -59,6 +66,8 @@ def _entry(claim: Claim, records: Records, results: Results) -> Entry:
         findings = [_finding(part, records) for part in check.parts]
         seeds = max((finding.seeds or 0 for finding in findings), default=0)
         chosen = f" --seeds {','.join(map(str, range(seeds)))}" if seeds > 1 else ""
+        if claim.id == COMPILED:
+            findings += passes_findings(results.get("passes"))
         command, note = "; ".join(f"crt reproduce {table}{chosen}" for table in check.tables), check.note
     elif claim.id in COMPUTED:
         find, command = COMPUTED[claim.id]

@@ -1,4 +1,4 @@
-"""Claims on pointer chasing and on decoding speed, from the results of those experiments."""
+"""Claims on pointer chasing and on speed, from the results of those experiments."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -13,6 +13,7 @@ from contextready.reproduce.verdicts import ENOUGH, IN_SIGN, NOT_SEEN, NOT_TESTA
 from contextready.train.trials import aligned
 
 POINTER = ("pointer-all-levels", "pointer-staircase")
+COMPILED = "two-passes-compiled"
 TIMING = ("decoding-speed", "flat-latency")
 TIMED = {"D=1 C=2048": ("owt-d1-c2048", "owt-n6-c1088", 2.6), "D=5 C=1120": ("owt-d5-c1120", "owt-n12-c768", 1.7)}
 """The pairs of models whose speed the paper compares, with the ratio that it prints."""
@@ -102,6 +103,22 @@ def timing_findings(claim: str, timing: Mapping[str, Any] | None) -> list[Findin
             what = f"{name}, time per token after {CONTEXTS[1]:,} tokens against {CONTEXTS[0]}"
             verdict = of_range([growth], -100.0, 4.0, below=20.0, above=None)
             found.append(Finding(what, "below +4 %", f"{growth:+.1f} %", Verdict(verdict.word)))
+    return found
+
+
+def passes_findings(passes: Mapping[str, Any] | None) -> list[Finding]:
+    """What `benchmarks/passes.py` says about training with two compiled passes."""
+    found = []
+    for shape, seconds in ({} if passes is None else passes["seconds"]).items():
+        for what, fast, slow, theirs in (
+            ("K=2 compiled against K=5 not compiled", "K=2 compiled", "K=5", "1.7×"),
+            ("K=2 against K=5, both compiled", "K=2 compiled", "K=5 compiled", "not in the paper"),
+        ):
+            ratio = seconds[slow] / seconds[fast]
+            verdict = of_range([ratio], 1.7 / 1.25, 1.7 * 1.25, below=None, above=1.1)
+            is_control = slow != "K=5"
+            name = f"speed of a step, {what}, {shape} (CPU)"
+            found.append(Finding(name, theirs, f"{ratio:.2f}×", Verdict(verdict.word), None, is_control))
     return found
 
 
