@@ -78,8 +78,7 @@ def test_the_perplexities_that_effects_are_compared_with_are_printed_in_the_tabl
         for part in check.parts:
             match = re.search(r"\(([\d.]+) against ([\d.]+)\)$", part.paper)
             for figure in match.groups() if match else ():
-                exact = {figure, f"{float(figure):.2f}", f"{float(figure):.1f}"}
-                assert exact & (PRINTED | of_notebooks), (id, figure)
+                assert figure in PRINTED | of_notebooks, (id, figure)
 
 
 def test_claims_without_runs_are_not_testable_and_computed_ones_hold():
@@ -119,8 +118,8 @@ def test_the_ledger_shows_figures_seeds_and_commands(ahead):
     text = as_markdown({"runs": made_up(0.96)})
     row = next(line for line in text.splitlines() if "D=2 C=144 against N=3 C=136" in line)
     assert "-3.7 % (36.38 against 37.76)" in row
-    assert "-4.0 ± 0.0 % | 3 | reproduced |" in row
-    assert "`crt reproduce main --seeds 0,1,2`" in text
+    assert re.search(r"-4\.0 ± 0\.0 % +\| 3 +\| reproduced +\|", row)
+    assert "Command: `crt reproduce main --seeds 0,1,2`." in text
     assert "How a verdict is found" in text
     short = as_text({"runs": made_up(0.96)})
     assert len(re.findall(r"^\| [a-z]", short, flags=re.MULTILINE)) == len(claims()) + 1

@@ -48,20 +48,20 @@ def effect(
     what: str,
     first: Measure,
     second: Measure,
-    theirs: tuple[float, float] | None = None,
+    theirs: tuple[str, str] | None = None,
     *,
     sign: int = -1,
     is_control: bool = False,
 ) -> Part:
     """A difference in percent; `theirs` are the two perplexities that the paper prints, if it prints any."""
-    expected = float(sign) if theirs is None else 100.0 * (theirs[0] / theirs[1] - 1.0)
+    expected = float(sign) if theirs is None else 100.0 * (float(theirs[0]) / float(theirs[1]) - 1.0)
     judge = partial(of_effect, expected=expected, sized=theirs is not None)
     side = "lower" if sign < 0 else "higher"
-    paper = side if theirs is None else f"{expected:+.1f} % ({theirs[0]:g} against {theirs[1]:g})"
+    paper = side if theirs is None else f"{expected:+.1f} % ({theirs[0]} against {theirs[1]})"
     return Part(what, Percent(first, second), "%", judge, paper, is_control=is_control)
 
 
-def against(one: str, other: str, theirs: tuple[float, float] | None = None, *, is_control: bool = False) -> Part:
+def against(one: str, other: str, theirs: tuple[str, str] | None = None, *, is_control: bool = False) -> Part:
     """The perplexity of one run against that of another one, which should be higher."""
     what = f"{RUNS[one].name} against {RUNS[other].name}"
     return effect(what, Perplexity(one), Perplexity(other), theirs, is_control=is_control)

@@ -105,29 +105,37 @@ def summary(found: Sequence[Entry]) -> str:
 
 
 def as_markdown(results: Results) -> str:
-    """The ledger as Markdown: the rule, then a table of all claims with their parts."""
+    """The ledger as Markdown: a line for each claim, the rule, and then every claim with its parts and controls."""
     found = entries(results)
-    lines = [["claim", "what was measured", "paper", "ours", "seeds", "verdict"]]
+    parts = [summary(found), _short_table(found), "How a verdict is found:", RULE]
+    return "\n\n".join([*parts, *(_details(entry) for entry in found)])
+
+
+def _details(entry: Entry) -> str:
+    """One claim in words, what was measured for it, and the command."""
+    title = f"**{entry.claim.id}** ({entry.verdict}). {entry.claim.claim}"
+    lines = [["what was measured", "paper", "ours", "seeds", "verdict"]]
+    for finding in entry.findings:
+        what = f"control: {finding.what}" if finding.is_control else finding.what
+        seeds = "" if not finding.seeds else str(finding.seeds)
+        verdict = "" if finding.verdict.word == NOT_TESTABLE else str(finding.verdict)
+        lines.append([what, finding.paper, finding.ours or "not run", seeds, verdict])
+    commands = ", ".join(f"`{command}`" for command in entry.command.split("; ")) if entry.command else ""
+    notes = [entry.note, *entry.claim.notes, f"Command: {commands}." if commands else ""]
+    about = " ".join(text for text in notes if text)
+    return "\n\n".join(text for text in (title, aligned(lines) if len(lines) > 1 else "", about) if text)
+
+
+def _short_table(found: Sequence[Entry]) -> str:
+    lines = [["claim", "paper", "ours", "seeds", "verdict"]]
     for entry in found:
-        lines.append([f"**{entry.claim.id}**: {entry.claim.claim}", "", "", "", "", f"**{entry.verdict}**"])
-        for finding in entry.findings:
-            name = f"control: {finding.what}" if finding.is_control else finding.what
-            seeds = "" if finding.seeds is None else str(finding.seeds)
-            verdict = "" if finding.verdict.word == NOT_TESTABLE else str(finding.verdict)
-            lines.append(["", name, finding.paper, finding.ours or "not run", seeds, verdict])
-        about = " ".join(text for text in (entry.note, f"`{entry.command}`" if entry.command else "") if text)
-        if about:
-            lines.append(["", about, "", "", "", ""])
-    table = "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], ["---"] * len(lines[0]), *lines[1:]))
-    return "\n\n".join([summary(found), table, "How a verdict is found:", RULE])
+        first = next((finding for finding in entry.findings if finding.ours and not finding.is_control), None)
+        cells = ["", "", ""] if first is None else [first.paper, first.ours, str(first.seeds or "")]
+        lines.append([entry.claim.id, *cells, str(entry.verdict)])
+    return aligned(lines)
 
 
 def as_text(results: Results) -> str:
     """The ledger in short: one line for each claim."""
     found = entries(results)
-    lines = [["claim", "paper", "ours", "seeds", "verdict"]]
-    for entry in found:
-        first = next((finding for finding in entry.findings if finding.ours), None)
-        cells = ["", "", ""] if first is None else [first.paper, first.ours, str(first.seeds or "")]
-        lines.append([entry.claim.id, *cells, str(entry.verdict)])
-    return f"{aligned(lines)}\n\n{summary(found)}"
+    return f"{_short_table(found)}\n\n{summary(found)}"

@@ -26,9 +26,9 @@ RULE = f"""\
 - A **match** (for example "as good as two more layers") is "{REPRODUCED}" if the mean is at most a margin worse,
   which is printed, and "{NOT_SEEN}" otherwise.
 - A **range** (for example of contraction rates) is "{REPRODUCED}" if the mean is inside, "{IN_SIGN}" if it
-  is only on the side that the claim is about, and "{CONTRADICTED}" otherwise.
-- A **limit** or an **identity** (for example that streaming equals the fixed point) is "{REPRODUCED}" if every value
-  keeps it, and "{CONTRADICTED}" otherwise.
+  is only on the side that the claim is about, and "{NOT_SEEN}" otherwise.
+- A **limit** or an **identity** (for example that streaming equals the fixed point) does not depend on the scale. It is
+  "{REPRODUCED}" if every value keeps it, and "{CONTRADICTED}" otherwise.
 - A claim with several parts has the worst verdict of its parts. Parts that have not been measured do not count, nor do
   the controls that the paper lacks, which have verdicts of their own.
 - With fewer than {ENOUGH} seeds there is no spread: the direction of the mean alone decides. Such a verdict is marked
@@ -77,7 +77,7 @@ def of_range(values: Sequence[float], low: float, high: float, below: float | No
         return Verdict(REPRODUCED, few)
     if (below is not None and mean < below) or (above is not None and mean > above):
         return Verdict(IN_SIGN, few)
-    return Verdict(CONTRADICTED, few)
+    return Verdict(NOT_SEEN, few)
 
 
 def of_match(values: Sequence[float], most: float) -> Verdict:
