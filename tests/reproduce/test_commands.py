@@ -47,6 +47,9 @@ def test_a_table_from_training_to_the_ledger(data, tmp_path, capsys):
     settings = ["steps=8" if word == "steps=4" else word for word in TINY]
     assert main(command(out, data, settings=[*settings, "lr=0.5"])[3:]) == 2
     assert re.search(r"was trained with lr=0\.002, not lr=0\.5", capsys.readouterr().err)
+    # Another seed shares the table.
+    assert main(command(out, data, "--seeds", "2", settings=[*TINY, "lr=0.5"])[3:]) == 2
+    assert re.search(r"seed[01] was trained with lr=0\.002, not lr=0\.5", capsys.readouterr().err)
 
 
 def check_report(out, said):

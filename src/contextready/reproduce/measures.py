@@ -50,16 +50,35 @@ class Measure(Protocol):
 
 
 @dataclass(frozen=True)
-class Perplexity:
-    """The validation perplexity after K parallel passes; without K, that of the training (its largest K)."""
+class OfRun:
+    """A measure of one run."""
 
     run: str
-    passes: int | None = None
 
     @property
     def runs(self) -> tuple[str, ...]:
         """The runs that it needs."""
         return (self.run,)
+
+
+@dataclass(frozen=True)
+class OfPair:
+    """A measure of two others."""
+
+    first: Measure
+    second: Measure
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """The runs that it needs."""
+        return (*self.first.runs, *self.second.runs)
+
+
+@dataclass(frozen=True)
+class Perplexity(OfRun):
+    """The validation perplexity after K parallel passes; without K, that of the training (its largest K)."""
+
+    passes: int | None = None
 
     def of(self, records: Records) -> Values:
         """The value for each seed."""
@@ -73,15 +92,8 @@ class Perplexity:
 
 
 @dataclass(frozen=True)
-class Cost:
+class Cost(OfRun):
     """Thousands of multiply-accumulates per token, with the head, as the paper counts FLOPs."""
-
-    run: str
-
-    @property
-    def runs(self) -> tuple[str, ...]:
-        """The runs that it needs."""
-        return (self.run,)
 
     def of(self, records: Records) -> Values:
         """The value for each seed, which is the same for all."""
@@ -91,15 +103,8 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Streamed:
+class Streamed(OfRun):
     """The validation perplexity with one pass per token."""
-
-    run: str
-
-    @property
-    def runs(self) -> tuple[str, ...]:
-        """The runs that it needs."""
-        return (self.run,)
 
     def of(self, records: Records) -> Values:
         """The value for each seed."""
@@ -108,16 +113,10 @@ class Streamed:
 
 
 @dataclass(frozen=True)
-class Rate:
+class Rate(OfRun):
     """The contraction rate L̂: `channel` as the author computes it, `norm` for the largest change of a position."""
 
-    run: str
     kind: str = "channel"
-
-    @property
-    def runs(self) -> tuple[str, ...]:
-        """The runs that it needs."""
-        return (self.run,)
 
     def of(self, records: Records) -> Values:
         """The value for each seed."""
@@ -126,16 +125,10 @@ class Rate:
 
 
 @dataclass(frozen=True)
-class During:
+class During(OfRun):
     """The validation perplexity after a fraction of the training."""
 
-    run: str
     fraction: float
-
-    @property
-    def runs(self) -> tuple[str, ...]:
-        """The runs that it needs."""
-        return (self.run,)
 
     def of(self, records: Records) -> Values:
         """The value for each seed."""
@@ -176,16 +169,8 @@ class At:
 
 
 @dataclass(frozen=True)
-class Minus:
+class Minus(OfPair):
     """The difference of two measures, paired by seed."""
-
-    first: Measure
-    second: Measure
-
-    @property
-    def runs(self) -> tuple[str, ...]:
-        """The runs that it needs."""
-        return (*self.first.runs, *self.second.runs)
 
     def of(self, records: Records) -> Values:
         """The value for each seed that both have."""
@@ -194,16 +179,8 @@ class Minus:
 
 
 @dataclass(frozen=True)
-class Percent:
+class Percent(OfPair):
     """How much higher the first measure is than the second, in percent, paired by seed."""
-
-    first: Measure
-    second: Measure
-
-    @property
-    def runs(self) -> tuple[str, ...]:
-        """The runs that it needs."""
-        return (*self.first.runs, *self.second.runs)
 
     def of(self, records: Records) -> Values:
         """The value for each seed that both have."""
@@ -212,15 +189,8 @@ class Percent:
 
 
 @dataclass(frozen=True)
-class Rise:
+class Rise(OfRun):
     """How far the validation perplexity rises above that of the first step during a conversion, in percent."""
-
-    run: str
-
-    @property
-    def runs(self) -> tuple[str, ...]:
-        """The runs that it needs."""
-        return (self.run,)
 
     def of(self, records: Records) -> Values:
         """The value for each seed."""
@@ -229,16 +199,10 @@ class Rise:
 
 
 @dataclass(frozen=True)
-class Closed:
+class Closed(OfRun):
     """How much of the gap between one pass and five the first K passes close, in percent."""
 
-    run: str
     passes: int
-
-    @property
-    def runs(self) -> tuple[str, ...]:
-        """The runs that it needs."""
-        return (self.run,)
 
     def of(self, records: Records) -> Values:
         """The value for each seed."""

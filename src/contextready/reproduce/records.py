@@ -63,6 +63,10 @@ def jobs_of(
     """
     check_changes(changes)
     runs = with_starts(keys)
+    for run in runs:
+        for seed in set(run.seeds(out)) - set(seeds):
+            # Runs of other seeds share a table with the new ones.
+            _check_made(run, seed, out, changes)
     jobs = []
     for seed in seeds:
         for run in runs:
@@ -70,15 +74,24 @@ def jobs_of(
             config = resolve(words[0], words[1:])
             if not missing_ok:
                 check_data(words, config)
-            made = newest_checkpoint(folder)
-            done = 0 if made is None else int(made.name.removeprefix("step-"))
-            if made is not None:
-                check_same_run(settings_of(folder).as_dict(), config, str(folder))
+            done = _check_made(run, seed, out, changes)
             if done < config.train.steps:
                 after = None if run.start is None else out / f"{run.start}-seed{seed}"
                 macs = macs_of(config) * (1.0 - done / config.train.steps)
-                jobs.append(Job(f"{run.name}, seed {seed}", folder, ("train", *words), config.train.steps, after, macs))
+                name = f"{run.name}, seed {seed}"
+                jobs.append(Job(name, folder, ("train", *words), config.train.steps, after, macs))
     return jobs, len(runs) * len(seeds)
+
+
+def _check_made(run: Run, seed: int, out: Path, changes: Sequence[str]) -> int:
+    """Return how many steps a run has made; refuse one that was made with other settings."""
+    folder = run.folder(seed, out)
+    newest = newest_checkpoint(folder)
+    if newest is None:
+        return 0
+    words = words_of(run, seed, out, changes)
+    check_same_run(settings_of(folder).as_dict(), resolve(words[0], words[1:]), str(folder))
+    return int(newest.name.removeprefix("step-"))
 
 
 def macs_of(config: RunConfig) -> float:
