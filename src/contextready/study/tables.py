@@ -158,7 +158,10 @@ def ways_table(records: Sequence[Record]) -> str | None:
     lines = []
     for shape in SHAPES:
         plain, of_shape = Runs(records, f"n{shape.key}"), []
-        ways = {"": RECIPE} | {f"-{key}": way.name for key, way in WAYS.items()}
+        ways = {"": RECIPE}
+        for key, way in WAYS.items():
+            shorter = shape in way.shapes and way.steps_of(shape) < shape.steps
+            ways[f"-{key}"] = f"{way.name} ({way.steps_of(shape)} steps)" if shorter else way.name
         for key, name in ways.items():
             ready = Runs(records, f"d{shape.key}{key}")
             if not ready or not plain:
