@@ -25,6 +25,7 @@ SOURCE = ROOT / "docs" / "results" / "reproduction.json"
 PASSES = ROOT / "docs" / "results" / "passes.json"
 POINTER = ROOT / "docs" / "results" / "pointer.json"
 PICTURES = ROOT / "docs" / "pictures"
+COLORS = "In the pictures, blue dots are our miniatures of the paper's rows, and orange ones are the controls."
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def blocks(results: dict[str, Any]) -> dict[str, str]:
     parts = []
     for name, text in tables_markdown(list(MINIATURES), results["runs"]).items():
         parts += [f"### {title(name)}", text, *MINIATURES[name].notes, f"![{name}](pictures/table-{name}.png)"]
-    tables = "\n\n".join([LEGEND, *parts])
+    tables = "\n\n".join([LEGEND, COLORS, *parts])
     timing = results.get("timing")
     speeds = "" if timing is None else timing_table(timing)
     return {"ledger": as_markdown(results), "tables": tables, "timing": speeds}

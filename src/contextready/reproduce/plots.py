@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 from contextready.paper.tables import table
@@ -18,6 +18,8 @@ PASSES = (1, 2, 3, 5, 10)
 OURS, THEIRS, CONTROL = "C0", "0.35", "C1"
 ROW = 0.32
 """Inches of height for a row."""
+OUTLIER = 1.5
+"""Values that are this many times as large as the median are not drawn to scale."""
 
 
 def draw_tables(names: Sequence[str], records: Sequence[Record], out: Path) -> list[Path]:
@@ -57,7 +59,23 @@ def _values(name: str, miniature: Miniature, lines: Sequence[Line], records: Rec
         _dot(right, line.measures.get(key), y, records, CONTROL if line.row is None else OURS)
     _label(left, [_paper_label(name, miniature, line) for line in lines], "validation perplexity in the paper")
     _label(right, [line.name for line in lines], "validation perplexity in miniature", on_right=True)
+    means = [_mean(line.measures[key], records) if key in line.measures else None for line in lines]
+    _without_outliers(right, means)
     return _titled(figure, name)
+
+
+def _without_outliers(axes: Any, means: Sequence[float | None]) -> None:
+    """Write a value that is far above the others at the edge, so that the others can be told apart."""
+    present = [value for value in means if value is not None]
+    most = OUTLIER * median(present)
+    if max(present) <= most:
+        return
+    inside = [value for value in present if value <= most]
+    margin = 0.1 * (max(inside) - min(inside)) or 1.0
+    axes.set_xlim(min(inside) - margin, max(inside) + 3 * margin)
+    for y, value in enumerate(means):
+        if value is not None and value > most:
+            axes.text(max(inside) + 2.8 * margin, y, f"{value:.0f} →", ha="right", va="center", fontsize=8)
 
 
 def _differences(name: str, miniature: Miniature, lines: Sequence[Line], records: Records) -> Any:
