@@ -204,8 +204,8 @@ def test_a_run_that_has_just_started_is_no_problem(made, tmp_path):
     assert [result.trial.key for result in results_of(rows, out)] == ["masked-n2"]
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, color_system=None, width=100)
-    with Overview(console, EXPERIMENTS["pointer"], total=2) as overview:
-        running = [*jobs, jobs[0]._replace(name="the other", out=out / "masked-n2-seed0")]
+    running = [*jobs, jobs[0]._replace(name="the other", out=out / "masked-n2-seed0")]
+    with Overview(console, EXPERIMENTS["pointer"], running) as overview:
         overview.show(running, done=0)
     shown = screen.getvalue()
     assert "0 of 2 runs done" in shown

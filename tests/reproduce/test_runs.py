@@ -11,9 +11,10 @@ from contextready.model.cost import account
 from contextready.paper.tables import NAMES, table
 from contextready.reproduce import paper_scale
 from contextready.reproduce.lines import MINIATURES, runs_of
-from contextready.reproduce.records import jobs_of, macs_of, words_of
+from contextready.reproduce.records import jobs_of, words_of
 from contextready.reproduce.runs import RUNS, START, with_starts
 from contextready.runs.recipes import resolve
+from contextready.train.cost import run_macs
 
 HOURS = 4
 """The most that one seed of everything may take on two cores, by the issue that asked for it."""
@@ -107,7 +108,7 @@ def test_conversions_end_after_as_many_tokens_as_the_transformer(layers, tmp_pat
 def test_controls_of_the_conversions_cover_their_compute(tmp_path):
     for layers in (3, 5):
         keys = (f"n{layers}-c96", f"d{layers}-c96-tuned", f"n{layers}-c96-long")
-        plain, converted, longer = (macs_of(resolved(key, tmp_path)) for key in keys)
+        plain, converted, longer = (run_macs(resolved(key, tmp_path)) for key in keys)
         assert plain + converted <= 1.01 * longer
 
 
@@ -183,7 +184,7 @@ def test_the_whole_paper_is_counted_once():
     rows = paper_scale.costs(paper_scale.TABLES)
     keys = {run.key for run in paper_scale.runs_of(paper_scale.TABLES)}
     assert sum(row.new for row in rows) == len(keys)
-    total = sum(2.0 * macs_of(paper_scale.config_of(run)) for run in paper_scale.runs_of(paper_scale.TABLES))
+    total = sum(2.0 * run_macs(paper_scale.config_of(run)) for run in paper_scale.runs_of(paper_scale.TABLES))
     assert sum(row.flops for row in rows) == pytest.approx(total)
     days = total / (0.4 * 312e12) / 86400
     assert 15 < days < 20

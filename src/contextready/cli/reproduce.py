@@ -121,7 +121,7 @@ experiments:
 The tables use data/small unless data=FOLDER is given. Their runs, results.json and report.md
 are in one folder."""
 MOST_JOBS = 1024
-CORE = 20e9
+CORE = 16e9
 """Multiply-accumulates per second that one core made in our runs of the miniature, with everything around them."""
 A100, UTILISATION = 312e12, 0.4
 """Peak speed in FLOP/s, and the fraction of it that is reached, as in crt plan."""

@@ -10,6 +10,7 @@ from contextready.pointer.trials import Trial
 from contextready.runs.config import RunConfig, with_new_names
 from contextready.runs.run_checks import check_same_run
 from contextready.settings import parse_assignments
+from contextready.train.cost import run_macs
 from contextready.train.jobs import Job
 from contextready.train.trials import settings_of, with_changes
 
@@ -54,9 +55,15 @@ def jobs_of(trials: Sequence[Trial], seeds: Sequence[int], out: Path, changes: S
     for seed in seeds:
         for trial in trials:
             words = with_changes(trial.words(seed, out), changes)
-            folder, steps = trial.folder(seed, out), resolve_pointer(words).train.steps
-            if not is_finished(outcome(folder), steps):
-                jobs.append(Job(f"{trial.answers} {trial.name}, seed {seed}", folder, ("pointer", *words), steps))
+            folder, config = trial.folder(seed, out), resolve_pointer(words)
+            newest, steps = outcome(folder), config.train.steps
+            if not is_finished(newest, steps):
+                # Most runs solve all levels and stop earlier, so this is what is left at most.
+                name, macs = (
+                    f"{trial.answers} {trial.name}, seed {seed}",
+                    run_macs(config, newest.step if newest else 0),
+                )
+                jobs.append(Job(name, folder, ("pointer", *words), steps, macs=macs))
     return jobs
 
 

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from contextready.errors import ContextReadyError
 from contextready.paper.tables import NAMES, figures_of
-from contextready.reproduce.records import check_data, is_finished, macs_of
+from contextready.reproduce.records import check_data, is_finished
 from contextready.runs.authors import SWITCH
 from contextready.runs.checkpoint import newest_checkpoint
 from contextready.runs.config import RunConfig
 from contextready.runs.recipes import paper_experiments, resolve
 from contextready.study.results import newest_step
 from contextready.train import trials
+from contextready.train.cost import run_macs
 from contextready.train.jobs import Job
 from contextready.train.trials import aligned, with_changes
 
@@ -136,7 +137,7 @@ def jobs_of(
             words = with_changes(run.words(seed, out), changes)
             if config.task is None and not missing_ok:
                 check_data(words, config)
-            left = macs_of(config) * (1.0 - done / config.train.steps)
+            left = run_macs(config, done)
             after = None if run.start is None else out / f"{run.start}-seed{seed}"
             verb = "pointer" if config.task is not None else "train"
             words_of_run = with_changes(run.words(seed, out), changes)
@@ -185,5 +186,5 @@ def costs(tables: Sequence[str]) -> list[TableCost]:
         runs = runs_of([table])
         new = [run for run in runs if run.key not in known]
         known |= {run.key for run in new}
-        found.append(TableCost(table, len(runs), len(new), sum(2.0 * macs_of(config_of(run)) for run in new)))
+        found.append(TableCost(table, len(runs), len(new), sum(2.0 * run_macs(config_of(run)) for run in new)))
     return found

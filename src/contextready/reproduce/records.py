@@ -11,7 +11,6 @@ from contextready.errors import ContextReadyError
 from contextready.evaluate.evaluate import evaluate_checkpoint
 from contextready.files import read_json, write_json
 from contextready.model.config import ModelConfig
-from contextready.model.cost import account
 from contextready.reproduce.measures import Record
 from contextready.reproduce.runs import RUNS, Run, with_starts
 from contextready.runs.checkpoint import data_of, newest_checkpoint, open_checkpoint
@@ -22,7 +21,7 @@ from contextready.runs.recipes import check_inputs, resolve
 from contextready.runs.run_checks import check_same_run
 from contextready.settings import parse_assignments
 from contextready.study.results import PLACES, newest_step
-from contextready.train.cost import step_macs
+from contextready.train.cost import run_macs
 from contextready.train.jobs import Job
 from contextready.train.trials import settings_of, with_changes
 
@@ -77,8 +76,7 @@ def jobs_of(
             done = _check_made(run, seed, out, changes)
             if done < config.train.steps:
                 after = None if run.start is None else out / f"{run.start}-seed{seed}"
-                macs = macs_of(config) * (1.0 - done / config.train.steps)
-                name = f"{run.name}, seed {seed}"
+                name, macs = f"{run.name}, seed {seed}", run_macs(config, done)
                 jobs.append(Job(name, folder, ("train", *words), config.train.steps, after, macs))
     return jobs, len(runs) * len(seeds)
 
@@ -92,12 +90,6 @@ def _check_made(run: Run, seed: int, out: Path, changes: Sequence[str]) -> int:
     words = words_of(run, seed, out, changes)
     check_same_run(settings_of(folder).as_dict(), resolve(words[0], words[1:]), str(folder))
     return int(newest.name.removeprefix("step-"))
-
-
-def macs_of(config: RunConfig) -> float:
-    """The multiply-accumulates of a whole training."""
-    assert isinstance(config.model, ModelConfig)
-    return config.train.steps * step_macs(account(config.model), config.train)
 
 
 def check_data(words: Sequence[str], config: RunConfig) -> None:

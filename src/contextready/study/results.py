@@ -23,6 +23,7 @@ from contextready.settings import parse_assignments
 from contextready.solve.norms import largest_change
 from contextready.solve.prefill import prefill
 from contextready.study.trials import Trial
+from contextready.train.cost import run_macs
 from contextready.train.jobs import Job
 from contextready.train.trials import settings_of, with_changes
 
@@ -66,8 +67,10 @@ def jobs_of(trials: Sequence[Trial], seeds: Sequence[int], out: Path, changes: S
             newest = newest_checkpoint(folder)
             if newest is not None:
                 check_same_run(settings_of(folder).as_dict(), config, str(folder))
-            if newest is None or int(newest.name.removeprefix("step-")) < config.train.steps:
-                jobs.append(Job(f"{trial.name}, seed {seed}", folder, ("train", *words), config.train.steps))
+            done = 0 if newest is None else int(newest.name.removeprefix("step-"))
+            if done < config.train.steps:
+                name, macs = f"{trial.name}, seed {seed}", run_macs(config, done)
+                jobs.append(Job(name, folder, ("train", *words), config.train.steps, macs=macs))
     return jobs
 
 

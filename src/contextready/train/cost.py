@@ -1,7 +1,9 @@
 """The cost of a training step in multiply-accumulates, for every gradient mode."""
 
+from contextready.model.config import ModelConfig
 from contextready.model.cost import Account
-from contextready.runs.config import TrainConfig
+from contextready.model.cost import account as account_of
+from contextready.runs.config import RunConfig, TrainConfig
 from contextready.solve.gradients import passes_through
 
 
@@ -30,6 +32,13 @@ def step_macs(account: Account, train: TrainConfig) -> float:
         return train.sequences_per_step * float(sequence_macs(account, train, None))
     costs = {k: sequence_macs(account, train, k, expected_adjoint_steps(train, k)) for k in _chances(train)}
     return train.sequences_per_step * sum(chance * costs[k] for k, chance in _chances(train).items())
+
+
+def run_macs(config: RunConfig, done: int = 0) -> float:
+    """Return the multiply-accumulates of the steps after `done`; 0 for pretrained models, whose shape is not known."""
+    if not isinstance(config.model, ModelConfig):
+        return 0.0
+    return (config.train.steps - done) * step_macs(account_of(config.model), config.train)
 
 
 def recomputed_macs(account: Account, train: TrainConfig) -> float:
