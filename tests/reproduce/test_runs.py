@@ -10,7 +10,7 @@ from contextready.errors import ContextReadyError
 from contextready.model.cost import account
 from contextready.paper.tables import NAMES, table
 from contextready.reproduce import paper_scale
-from contextready.reproduce.lines import MINIATURES, runs_of
+from contextready.reproduce.lines import MINIATURES, OF_OUR_OWN, runs_of
 from contextready.reproduce.records import jobs_of, words_of
 from contextready.reproduce.runs import RUNS, START, with_starts
 from contextready.runs.recipes import resolve
@@ -48,10 +48,10 @@ def test_every_run_resolves_is_another_one_and_belongs_to_a_table(tmp_path):
 
 def test_the_command_offers_every_table():
     assert set(TABLES) == set(MINIATURES)
-    assert {*EXPERIMENTS, *ELSEWHERE} >= {*NAMES, "controls", "training"}
+    assert {*EXPERIMENTS, *ELSEWHERE} >= {*NAMES, *OF_OUR_OWN, "training"}
 
 
-@pytest.mark.parametrize("name", [name for name in MINIATURES if name != "controls"])
+@pytest.mark.parametrize("name", [name for name in MINIATURES if name not in OF_OUR_OWN])
 def test_lines_stand_for_rows_of_the_paper(name):
     printed, miniature = table(name), MINIATURES[name]
     rows = [line.row for line in miniature.lines if line.row is not None]

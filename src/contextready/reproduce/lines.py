@@ -346,7 +346,37 @@ CONTROLS = Miniature(
     tuple(_rated(run) for run in ("d3-c96-k2", "d3-c96-k5", "d3-c96", "d3-c96-term", "d1-c128", "d1-c128-term")),
     ("Fixed K against K drawn from 2 to 5, and the convergence term on and off. The paper has no table of these.",),
 )
-MINIATURES["controls"] = CONTROLS
+FRACTIONS = (0.2, 0.4, 0.6, 0.8, 1.0)
+"""Of the training, for trends over its length."""
+
+
+def _over_time(one: str, other: str) -> Line:
+    """How much higher the perplexity of one run is than that of another one with as many steps, as they train."""
+    measures: dict[str, Measure] = {f"{at:.0%}": Percent(During(one, at), During(other, at)) for at in FRACTIONS}
+    return Line(f"{RUNS[one].name} against {RUNS[other].name}", measures)
+
+
+TREND = Miniature(
+    tuple(Column(f"{at:.0%}", f"at {at:.0%}", 1, signed=True) for at in FRACTIONS),
+    (
+        *(_over_time(f"n{n}-c96", "n1-c96") for n in (3, 6)),
+        *(_over_time(f"d{d}-c96", f"n{d}-c96") for d in MATCHED_DEPTHS),
+        _over_time("d3-c96", "n4-c96"),
+        _over_time("d5-c96", "n6-c96"),
+        *(_over_time(f"d2-c{c}", f"n2-c{c}") for c in (48, 192)),
+    ),
+    (
+        "The difference in perplexity, in percent, after a part of the training, at equal tokens. It shows where an "
+        "effect is heading: the first two lines compare deep transformers with a shallow one, the others context-ready "
+        "models with transformers.",
+    ),
+)
+MINIATURES |= {"controls": CONTROLS, "trend": TREND}
+OF_OUR_OWN = {
+    "controls": "controls: fixed K and the convergence term (not in the paper)",
+    "trend": "trend: differences as the training goes on (not in the paper)",
+}
+"""Tables that the paper does not have, with their titles."""
 
 
 def runs_of(tables: tuple[str, ...] | list[str]) -> list[str]:

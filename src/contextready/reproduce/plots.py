@@ -8,7 +8,7 @@ from typing import Any
 
 from contextready.paper.tables import table
 from contextready.plotting import pyplot, save_figure
-from contextready.reproduce.lines import MINIATURES, Line, Miniature
+from contextready.reproduce.lines import FRACTIONS, MINIATURES, OF_OUR_OWN, Line, Miniature
 from contextready.reproduce.measures import Measure, Record, Records
 from contextready.reproduce.report import row_name, title
 
@@ -45,6 +45,8 @@ def _draw(name: str, records: Records) -> Any | None:
         return _differences(name, miniature, lines, records)
     if name == "k_min":
         return _k_min(records)
+    if name == "trend":
+        return _trend(lines, records)
     return _values(name, miniature, lines, records)
 
 
@@ -120,6 +122,21 @@ def _by_passes(name: str, lines: Sequence[Line], records: Records) -> Any:
     return _titled(figure, name)
 
 
+def _trend(lines: Sequence[Line], records: Records) -> Any:
+    """One curve for each pair of runs: their difference as the training goes on."""
+    figure, axes = pyplot().subplots(figsize=(7.5, 4.2), layout="constrained")
+    for i, line in enumerate(lines):
+        points = [(at, _mean(measure, records)) for at, measure in zip(FRACTIONS, line.measures.values(), strict=True)]
+        x, y = zip(*((100.0 * at, mean) for at, mean in points if mean is not None), strict=True)
+        axes.plot(x, y, ".-", color=f"C{i}", label=line.name)
+    axes.axhline(0.0, color="black", linewidth=0.8)
+    axes.set_xlabel("training, %", fontsize=9)
+    axes.set_ylabel("difference in PPL, %", fontsize=9)
+    axes.grid(alpha=0.25)
+    figure.legend(frameon=False, fontsize=7, loc="outside right upper")
+    return _titled(figure, "trend")
+
+
 def _k_min(records: Records) -> Any:
     """The contraction rates of a random and of a fixed depth."""
     figure, axes = pyplot().subplots(figsize=(6.0, 2.4), layout="constrained")
@@ -173,7 +190,7 @@ def _pair_keys(line: Line) -> tuple[str, str]:
 
 def _number(name: str, row: int, key: str) -> float | None:
     """A printed figure as a number, without marks such as ~ and *."""
-    if name == "controls":
+    if name in OF_OUR_OWN:
         return None
     printed = table(name)
     found = re.search(r"\d+(\.\d+)?", printed.cells(printed.rows[row]).get(key, ""))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from contextready.paper.tables import table
-from contextready.reproduce.lines import MINIATURES, Column, Line, Miniature
+from contextready.reproduce.lines import MINIATURES, OF_OUR_OWN, Column, Line, Miniature
 from contextready.reproduce.measures import Record, Records
 from contextready.study.tables import spread
 from contextready.train.trials import aligned
@@ -40,10 +40,7 @@ def tables_markdown(names: Sequence[str], records: Sequence[Record]) -> dict[str
 
 def title(name: str) -> str:
     """The heading of a table."""
-    if name == "controls":
-        return "controls: fixed K and the convergence term (not in the paper)"
-    one = table(name)
-    return f"{one.reference}: {one.title}"
+    return OF_OUR_OWN[name] if name in OF_OUR_OWN else f"{table(name).reference}: {table(name).title}"
 
 
 def as_markdown(names: Sequence[str], records: Sequence[Record]) -> str:
