@@ -124,7 +124,7 @@ def _by_passes(name: str, lines: Sequence[Line], records: Records) -> Any:
 
 def _trend(lines: Sequence[Line], records: Records) -> Any:
     """One curve for each pair of runs: their difference as the training goes on."""
-    figure, axes = pyplot().subplots(figsize=(7.5, 4.2), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(8.5, 3.6), layout="constrained")
     for i, line in enumerate(lines):
         points = [(at, _mean(measure, records)) for at, measure in zip(FRACTIONS, line.measures.values(), strict=True)]
         x, y = zip(*((100.0 * at, mean) for at, mean in points if mean is not None), strict=True)
@@ -133,7 +133,7 @@ def _trend(lines: Sequence[Line], records: Records) -> Any:
     axes.set_xlabel("training, %", fontsize=9)
     axes.set_ylabel("difference in PPL, %", fontsize=9)
     axes.grid(alpha=0.25)
-    figure.legend(frameon=False, fontsize=7, loc="outside right upper")
+    figure.legend(frameon=False, fontsize=7, loc="outside right center")
     return _titled(figure, "trend")
 
 
