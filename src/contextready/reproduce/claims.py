@@ -246,6 +246,7 @@ CHECKS: Mapping[str, Check] = {
             ),
         ),
         ("correction",),
+        "block_head has no weights that could start at zero, so in a run this short it is mostly a disturbance.",
     ),
     "tied": Check(
         (effect("tied against a dedicated network", Perplexity("d1-c96-tied_norm"), Perplexity("d1-c96"), sign=1),),
