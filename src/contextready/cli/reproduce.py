@@ -110,9 +110,10 @@ crt reproduce training --part headline             # one context-ready layer at 
 TABLES_HELP = f"""\
 experiments:
   {", ".join(TABLES[:8])},
-  {", ".join(TABLES[8:])}
+  {", ".join(TABLES[8:14])},
+  {", ".join(TABLES[14:])}
                           tables of the paper (crt info --table describes them); the last two
-                          are ours: controls, and differences as the training goes on
+                          are ours: controls, and differences during the training
   timing                  the table of decoding speeds, measured on this machine
   all                     all of these and pointer, one after another
   ledger                  the claims of the paper with our figures and verdicts; trains nothing

@@ -374,7 +374,7 @@ TREND = Miniature(
 MINIATURES |= {"controls": CONTROLS, "trend": TREND}
 OF_OUR_OWN = {
     "controls": "controls: fixed K and the convergence term (not in the paper)",
-    "trend": "trend: differences as the training goes on (not in the paper)",
+    "trend": "trend: differences during the training (not in the paper)",
 }
 """Tables that the paper does not have, with their titles."""
 

@@ -123,7 +123,7 @@ def _by_passes(name: str, lines: Sequence[Line], records: Records) -> Any:
 
 
 def _trend(lines: Sequence[Line], records: Records) -> Any:
-    """One curve for each pair of runs: their difference as the training goes on."""
+    """One curve for each pair of runs: their difference during the training."""
     figure, axes = pyplot().subplots(figsize=(8.5, 3.6), layout="constrained")
     for i, line in enumerate(lines):
         points = [(at, _mean(measure, records)) for at, measure in zip(FRACTIONS, line.measures.values(), strict=True)]
