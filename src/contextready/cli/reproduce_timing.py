@@ -54,7 +54,7 @@ class TimingExperiment:
 
         found = timing_results(out)
         assert found is not None
-        make_console(tables=True).print(timing_table(found))
+        make_console(tables=True).print(timing_table(found), soft_wrap=True)
 
     def progress(self, running: Sequence["Job"]) -> Any:
         """Say that the benchmark is running; it has no steps."""
