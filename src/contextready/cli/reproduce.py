@@ -139,7 +139,7 @@ def add(verbs: Verbs) -> None:
         EXAMPLES,
         "\n\n".join([TABLES_HELP, *(experiment.help for experiment in EXPERIMENTS.values() if experiment.help)]),
     )
-    reproduce.add_argument("experiment", metavar="EXPERIMENT", help="a table, all, ledger, pointer or training")
+    reproduce.add_argument("experiment", metavar="EXPERIMENT", help="a table, all, ledger, pointer, timing or training")
     reproduce.add_argument(
         "settings", nargs="*", metavar="key=value", help="settings for every run, for example steps=500"
     )
