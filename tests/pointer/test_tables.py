@@ -132,6 +132,7 @@ def test_the_runs_are_trained_and_reported(made):
     found = {trial["name"]: trial for trial in record}
     assert found["N=2"]["seeds"]["0"]["accuracy"] == outcome(out / "masked-n2-seed0").accuracy
     assert found["D=1 BPTT"]["window_allows"] is None
+    assert (found["N=2"]["part"], found["N=2"]["seeds"]["0"]["solved_at"]) == ("table", [None] * 5)
     for name in ("staircase", "wave"):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert "<svg" in (out / f"{name}.svg").read_text()

@@ -137,12 +137,21 @@ def test_every_line_of_every_table_is_filled():
     assert "### efficiency (Table 2)" in tables_as_markdown(list(MINIATURES), made_up(0.96))
 
 
+SMALL = {"hops": 4, "levels": 5, "solved_at": None}
 ROWS = [
-    *({"layers": 1, "ready": True, "seed": s, "levels": 5, "levels_solved": 5, "step": 700} for s in range(3)),
     *(
-        {"layers": n, "ready": False, "seed": s, "levels": 5, "levels_solved": min(n, 4), "step": 2500}
+        SMALL | {"layers": 1, "ready": True, "seed": s, "levels_solved": 5, "step": 700, "solved_at": [100, 100, 300]}
+        for s in range(3)
+    ),
+    *(
+        SMALL | {"layers": n, "ready": False, "seed": s, "levels_solved": min(n, 4), "step": 2500}
         for n in (1, 2, 4)
         for s in range(3)
+    ),
+    *(
+        {"layers": 1, "ready": True, "hops": h, "seed": 0, "levels": h + 1, "levels_solved": s, "step": 9000}
+        | {"solved_at": None}
+        for h, s in ((8, 7), (12, 13))
     ),
 ]
 
@@ -156,23 +165,51 @@ def test_pointer_chasing_is_judged_by_its_levels():
     assert pointer_findings("pointer-all-levels", failed)[0].verdict == Verdict(NOT_SEEN)
     flat = [row | {"levels_solved": 2} for row in ROWS]
     assert pointer_findings("pointer-staircase", flat)[0].verdict == Verdict(NOT_SEEN)
-    assert pointer_findings("pointer-all-levels", []) == []
+    for claim in POINTER:
+        assert pointer_findings(claim, []) == []
+
+
+def test_levels_are_learned_in_order_if_none_is_solved_before_a_lower_one():
+    (wave,) = pointer_findings("pointer-wave", ROWS)
+    assert (wave.verdict, wave.ours) == (Verdict(IN_SIGN), "; ".join(["100, 100, 300"] * 3))
+    for broken in ([100, 300, 200], [None, 100, 100]):
+        rows = [row | {"solved_at": broken} if row["ready"] and row["seed"] == 2 else row for row in ROWS]
+        assert pointer_findings("pointer-wave", rows)[0].verdict == Verdict(NOT_SEEN)
+    unfinished = [row | {"solved_at": [100, None, None]} for row in ROWS[:1]]
+    assert pointer_findings("pointer-wave", unfinished)[0].verdict == Verdict(IN_SIGN, preliminary=True)
+
+
+def test_the_largest_number_of_hops_counts():
+    (found,) = pointer_findings("pointer-20-hops", ROWS)
+    assert (found.verdict, found.ours) == (Verdict(IN_SIGN, preliminary=True), "13 / 13 at step 9,000")
+    assert pointer_findings("pointer-20-hops", ROWS[:-1])[0].verdict == Verdict(NOT_SEEN, preliminary=True)
 
 
 def test_results_on_pointer_chasing_are_read_from_its_report(tmp_path):
-    outcome = {"accuracy": [1.0, 0.5], "levels_solved": 1, "step": 100}
+    outcome = {"accuracy": [1.0, 0.5], "levels_solved": 1, "step": 100, "solved_at": [50, None]}
     rows = [
-        {"name": name, "answers": answers, "config": {"model": {"layers": n, "correction": c}}, "seeds": {"0": outcome}}
-        for name, answers, n, c in (
-            ("D=1 BPTT", "masked", 1, "add"),
-            ("N=2", "masked", 2, None),
-            ("N=2", "visible", 2, None),
-            ("D=1, K=5 passes", "masked", 1, "add"),
+        {
+            "part": part,
+            "answers": answers,
+            "config": {"model": {"layers": n, "correction": c}, "task": {"hops": hops}},
+            "seeds": {"0": outcome},
+        }
+        for part, answers, n, c, hops in (
+            ("table", "masked", 1, "add", 4),
+            ("table", "masked", 2, None, 4),
+            ("table", "visible", 2, None, 4),
+            ("parallel", "masked", 1, "add", 4),
+            ("growth", "masked", 1, "add", 8),
         )
     ]
     (tmp_path / "report.json").write_text(json.dumps(rows))
     found = pointer_results(tmp_path / "report.json")
-    assert [(row["layers"], row["ready"], row["levels"]) for row in found] == [(1, True, 2), (2, False, 2)]
+    assert [(row["layers"], row["ready"], row["levels"], row["hops"]) for row in found] == [
+        (1, True, 2, 4),
+        (2, False, 2, 4),
+        (1, True, 2, 8),
+    ]
+    assert found[0]["solved_at"] == [50, None]
     assert pointer_results(tmp_path / "nothing.json") == []
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from contextready.errors import ContextReadyError
 from contextready.pointer.plots import level_records
+from contextready.pointer.score import SOLVED
 from contextready.runs.config import RunConfig
 from contextready.runs.metrics import FILE
 from contextready.runs.recipes import load_recipe, resolve
@@ -32,6 +33,15 @@ def outcome(run: Path) -> Outcome | None:
         return None
     records = level_records(run)
     return Outcome(*(records[-1][key] for key in Outcome._fields)) if records else None
+
+
+def solved_at(run: Path) -> list[int | None]:
+    """Return the step of the first validation at which each level was solved; None if it never was."""
+    records = level_records(run)
+    return [
+        next((record["step"] for record in records if record["accuracy"][level] >= SOLVED), None)
+        for level in range(len(records[-1]["accuracy"]))
+    ]
 
 
 def resolve_pointer(words: Sequence[str]) -> RunConfig:

@@ -8,7 +8,7 @@ from typing import Any
 from contextready.files import write_json
 from contextready.measure.bounds import receptive_field
 from contextready.model.config import ModelConfig
-from contextready.pointer.outcome import Outcome
+from contextready.pointer.outcome import Outcome, solved_at
 from contextready.pointer.plots import Staircase, draw_staircases, draw_waves, read_wave
 from contextready.pointer.results import Result
 from contextready.pointer.score import best_accuracy, levels_solved, score_levels, score_passes
@@ -163,15 +163,19 @@ def _passes(result: Result) -> int | None:
     return schedule.most if schedule is not None and result.trial.part == "parallel" else None
 
 
-def as_record(results: Sequence[Result]) -> list[dict[str, Any]]:
+def as_record(results: Sequence[Result], out: Path) -> list[dict[str, Any]]:
     """The results as plain values for JSON."""
     return [
         {
             "name": result.trial.name,
+            "part": result.trial.part,
             "answers": result.trial.answers,
             "config": result.config.as_dict(),
             "window_allows": window_allows(result),
-            "seeds": {str(seed): outcome._asdict() for seed, outcome in result.outcomes.items()},
+            "seeds": {
+                str(seed): outcome._asdict() | {"solved_at": solved_at(result.trial.folder(seed, out))}
+                for seed, outcome in result.outcomes.items()
+            },
         }
         for result in results
     ]
@@ -180,7 +184,7 @@ def as_record(results: Sequence[Result]) -> list[dict[str, Any]]:
 def write_report(markdown: str, results: Sequence[Result], out: Path) -> None:
     """Write report.md and report.json."""
     (out / "report.md").write_text(markdown + "\n")
-    write_json(out / "report.json", as_record(results))
+    write_json(out / "report.json", as_record(results, out))
 
 
 def draw_report(results: Sequence[Result], out: Path) -> list[Path]:

@@ -181,7 +181,5 @@ ABOUT_THE_PAPER = {
     "scale-tested": "A statement about the paper's own runs.",
     "prefill-depth": "Holds by construction: each of K passes runs D layers.",
     "pointer-window": "The miniature has the same kind of window; docs/pointer.md has what it allows.",
-    "pointer-wave": "docs/pointer.md has the curves; no rule judges them.",
-    "pointer-20-hops": "Only 12 hops have been run here, with one seed; docs/pointer.md has them.",
 }
 """Claims for which there is nothing to measure here, and why."""

@@ -13,6 +13,7 @@ from contextready.reproduce.claims import CHECKS
 from contextready.reproduce.computed import ABOUT_THE_PAPER, COMPUTED, Finding
 from contextready.reproduce.measured import (
     COMPILED,
+    MORE_HOPS,
     POINTER,
     TIMING,
     passes_findings,
@@ -73,11 +74,11 @@ def _entry(claim: Claim, records: Records, results: Results) -> Entry:
         find, command = COMPUTED[claim.id]
         findings = find()
     elif claim.id in POINTER:
-        findings, command = (
-            pointer_findings(claim.id, results.get("pointer", [])),
-            "crt reproduce pointer --seeds 0,1,2",
-        )
-        note = "In miniature: 5 levels, answers masked; docs/pointer.md has the details."
+        findings = pointer_findings(claim.id, results.get("pointer", []))
+        more = claim.id == MORE_HOPS
+        command = f"crt reproduce pointer{' --part growth' if more else ' --seeds 0,1,2'}"
+        size = "more hops with the same layer" if more else "5 levels"
+        note = f"In miniature: {size}, answers masked; docs/pointer.md has the details."
     elif claim.id in TIMING:
         findings, command = timing_findings(claim.id, results.get("timing")), "crt reproduce timing"
         note = "Measured on a CPU, where the memory bandwidth limits decoding; the paper has an A100."

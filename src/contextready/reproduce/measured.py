@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from math import inf
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from contextready.files import read_json
@@ -12,7 +14,10 @@ from contextready.reproduce.computed import Finding
 from contextready.reproduce.verdicts import ENOUGH, IN_SIGN, NOT_SEEN, NOT_TESTABLE, REPRODUCED, Verdict, of_range
 from contextready.train.trials import aligned
 
-POINTER = ("pointer-all-levels", "pointer-staircase")
+MORE_HOPS = "pointer-20-hops"
+POINTER = ("pointer-all-levels", "pointer-staircase", "pointer-wave", MORE_HOPS)
+HOPS = 4
+"""The hops of the miniature's table."""
 COMPILED = "two-passes-compiled"
 TIMING = ("decoding-speed", "flat-latency")
 TIMED = {"D=1 C=2048": ("owt-d1-c2048", "owt-n6-c1088", 2.6), "D=5 C=1120": ("owt-d5-c1120", "owt-n12-c768", 1.7)}
@@ -28,50 +33,88 @@ FOLDER, CONSOLE = "timing", "console.txt"
 
 
 def pointer_results(report: Path) -> list[dict[str, Any]]:
-    """Return the rows with masked answers of a report of `crt reproduce pointer`; none if there is no such file."""
+    """Return the rows with masked answers of a report of `crt reproduce pointer`; none if there is no such file.
+
+    These are the rows of the table, and those with more hops.
+    """
     if not report.is_file():
         return []
     return [
         {
             "layers": row["config"]["model"]["layers"],
             "ready": row["config"]["model"]["correction"] is not None,
+            "hops": row["config"]["task"]["hops"],
             "seed": int(seed),
             "levels": len(found["accuracy"]),
             "levels_solved": found["levels_solved"],
             "step": found["step"],
-            "accuracy": found["accuracy"],
+            "solved_at": found["solved_at"],
         }
         for row in read_json(report)
-        if row["answers"] == "masked" and row["name"] in ("D=1 BPTT", *(f"N={n}" for n in range(1, 13)))
+        if row["answers"] == "masked" and row["part"] in ("table", "growth")
         for seed, found in row["seeds"].items()
     ]
 
 
 def pointer_findings(claim: str, rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """What the rows of pointer chasing say about a claim."""
-    if not rows:
+    ready = [row for row in rows if row["ready"] and row["hops"] == HOPS]
+    find = {
+        "pointer-all-levels": lambda: _all_levels(ready, "11 / 11 at ~16K"),
+        "pointer-staircase": lambda: _staircase([row for row in rows if not row["ready"]]),
+        "pointer-wave": lambda: _wave([row for row in ready if row["solved_at"] is not None]),
+        MORE_HOPS: lambda: _more_hops([row for row in rows if row["hops"] > HOPS]),
+    }
+    return find[claim]()
+
+
+def _all_levels(
+    ready: Sequence[Mapping[str, Any]], theirs: str, what: str = "D=1", reached: str = REPRODUCED
+) -> list[Finding]:
+    """Whether one layer solves all levels, and the verdict if it does."""
+    if not ready:
         return []
-    ready = [row for row in rows if row["ready"]]
-    plain: dict[int, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        if not row["ready"]:
-            plain.setdefault(row["layers"], []).append(row)
-    if claim == "pointer-all-levels" and ready:
-        few, solved = len(ready) < ENOUGH, [row["levels_solved"] == row["levels"] for row in ready]
-        ours = ", ".join(f"{row['levels_solved']} / {row['levels']} at step {row['step']:,}" for row in ready)
-        verdict = Verdict(REPRODUCED if all(solved) else NOT_SEEN, few)
-        return [Finding("levels solved by D=1, seed by seed", "11 / 11 at ~16K", ours, verdict, len(ready))]
-    if claim == "pointer-staircase" and len(plain) > 1:
-        depths = sorted(plain)
-        means = [sum(row["levels_solved"] for row in plain[n]) / len(plain[n]) for n in depths]
-        rises = all(a <= b for a, b in pairwise(means)) and means[0] < means[-1]
-        seeds = min(len(plain[n]) for n in depths)
-        ours = ", ".join(f"N={n}: {value:g}" for n, value in zip(depths, means, strict=True))
-        levels = plain[depths[0]][0]["levels"]
-        verdict = Verdict(IN_SIGN if rises else NOT_SEEN, seeds < ENOUGH)
-        theirs = "N=1: 1, N=3: 3, N=5: 6, N=10: 7, N=11: 8, N=12: 11 of 11"
-        return [Finding(f"levels solved of {levels}, mean over seeds", theirs, ours, verdict, seeds)]
-    return []
+    solved = [row["levels_solved"] == row["levels"] for row in ready]
+    ours = ", ".join(f"{row['levels_solved']} / {row['levels']} at step {row['step']:,}" for row in ready)
+    verdict = Verdict(reached if all(solved) else NOT_SEEN, len(ready) < ENOUGH)
+    return [Finding(f"levels solved by {what}, seed by seed", theirs, ours, verdict, len(ready))]
+
+
+def _staircase(plain: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Whether deeper transformers solve more levels."""
+    by_depth: dict[int, list[Mapping[str, Any]]] = {}
+    for row in plain:
+        by_depth.setdefault(row["layers"], []).append(row)
+    depths = sorted(by_depth)
+    if len(depths) < 2:
+        return []
+    means = [fmean(row["levels_solved"] for row in by_depth[n]) for n in depths]
+    rises = all(a <= b for a, b in pairwise(means)) and means[0] < means[-1]
+    seeds = min(len(by_depth[n]) for n in depths)
+    ours = ", ".join(f"N={n}: {value:g}" for n, value in zip(depths, means, strict=True))
+    levels = by_depth[depths[0]][0]["levels"]
+    verdict = Verdict(IN_SIGN if rises else NOT_SEEN, seeds < ENOUGH)
+    theirs = "N=1: 1, N=3: 3, N=5: 6, N=10: 7, N=11: 8, N=12: 11 of 11"
+    return [Finding(f"levels solved of {levels}, mean over seeds", theirs, ours, verdict, seeds)]
+
+
+def _wave(ready: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Whether no level is solved before a lower one."""
+    if not ready:
+        return []
+    waves = [[inf if step is None else step for step in row["solved_at"]] for row in ready]
+    in_order = all(a <= b for wave in waves for a, b in pairwise(wave))
+    ours = "; ".join(", ".join("never" if step == inf else f"{step:,}" for step in wave) for wave in waves)
+    verdict = Verdict(IN_SIGN if in_order else NOT_SEEN, len(ready) < ENOUGH)
+    return [Finding("steps at which levels 0 to 4 are solved, seed by seed", "in order", ours, verdict, len(ready))]
+
+
+def _more_hops(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Whether one layer solves all levels with the largest number of hops."""
+    most = max((row["hops"] for row in rows), default=0)
+    longest = [row for row in rows if row["hops"] == most]
+    # Fewer hops and a narrower layer than in the paper.
+    return _all_levels(longest, "21 / 21 at 4K", f"D=1 with {most} hops", IN_SIGN)
 
 
 def timing_results(out: Path) -> dict[str, Any] | None:
