@@ -17,7 +17,18 @@ from contextready.runs.recipes import resolve
 from contextready.runs.run_checks import check_for_team
 
 ROOT = Path(__file__).parent.parent
-GUIDES = ("README", "training", "generation", "huggingface", "pointer", "scale", "benchmarks", "reproduction", "index")
+GUIDES = (
+    "README",
+    "training",
+    "generation",
+    "huggingface",
+    "pointer",
+    "state",
+    "scale",
+    "benchmarks",
+    "reproduction",
+    "index",
+)
 """In the order in which their commands are run, in one folder."""
 TEXTS = {name: (ROOT / ("README.md" if name == "README" else f"docs/{name}.md")).read_text() for name in GUIDES}
 README, SCALE = TEXTS["README"], TEXTS["scale"]
@@ -38,6 +49,7 @@ STUDY = ["block_size=16", "batch_size=2", "steps=4", "eval_every=2", "eval_token
 LESS = {
     "train": TINY,
     "pointer": CHASE,
+    "task": [*CHASE, "length=8"],
     "reproduce": CHASE,
     "eval": ["--tokens", "256"],
     "demo": ["--steps", "6"],
@@ -119,7 +131,7 @@ def test_the_map_of_the_packages_is_what_the_sources_say():
         assert path.name in page, path
 
 
-@pytest.mark.parametrize("tool", ["results.py", "demo.py", "reproduction.py"])
+@pytest.mark.parametrize("tool", ["results.py", "demo.py", "reproduction.py", "state.py"])
 def test_tables_are_what_the_result_files_say(tool):
     done = subprocess.run([sys.executable, ROOT / "tools" / tool, "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -67,6 +67,9 @@ _HOMES = {
 # Kinds of models and tasks that other packages add to runs; each is imported when a run first needs it.
 registry.register("model", "pretrained", "contextready.hf.provider")
 registry.register("task", "pointer", "contextready.pointer.provider")
+registry.register("task", "word", "contextready.state.word")
+registry.register("task", "assign", "contextready.state.assign")
+registry.register("task", "stack", "contextready.state.stack")
 
 
 def __getattr__(name: str) -> Any:

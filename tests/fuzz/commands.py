@@ -8,6 +8,8 @@ import random
 from functools import cache
 from typing import Any
 
+from contextready.state.names import TASKS
+
 MODELS = ["run", "run", "run/checkpoints/step-00000002", "native", "ready", "exported/f32.gguf", "tuned", "sharded"]
 PATHS = [
     "data",
@@ -99,6 +101,7 @@ def random_command(chance: random.Random) -> list[str]:
         "bench": lambda: _bench(chance),
         "train": lambda: _train(chance),
         "pointer": lambda: _pointer(chance),
+        "task": lambda: _task(chance),
         "reproduce": lambda: ["pointer", "--report", "--out", chance.choice([*MODELS[:2], *PATHS[8:]])],
         "unshard": lambda: [chance.choice(("run", "native", *PATHS)), "out"],
         "exact": lambda: ["--tokens", "8"],
@@ -164,6 +167,13 @@ def _pointer(chance: random.Random) -> list[str]:
     keys = ["keys", "values", "hops", "answers", "window", "seed", "width", "layers", "batch_size", "passes"]
     settings = [f"{chance.choice(keys)}={chance.choice(VALUES)}" for _ in range(chance.randrange(3))]
     return [*settings, "--show"] if chance.random() < 0.7 else [*settings, "steps=1", "eval_tokens=64", "out=new"]
+
+
+def _task(chance: random.Random) -> list[str]:
+    keys = ["length", "curriculum", "until", "group", "alphabet", "variables", "copies", "depth", "window", "layers"]
+    settings = [f"{chance.choice(keys)}={chance.choice(VALUES)}" for _ in range(chance.randrange(3))]
+    words = [chance.choice((*TASKS, "pointer", *WORDS)), *settings]
+    return [*words, "--show"] if chance.random() < 0.7 else [*words, "steps=1", "eval_tokens=64", "out=new"]
 
 
 def _bench(chance: random.Random) -> list[str]:

@@ -161,7 +161,7 @@ def test_validations_are_fresh_and_the_last_is_thorough(monkeypatch):
     assert PointerSource(config).score(model, 0, (0, 1), False).asked_L.tolist() == [4000, 2000]
     drawn.clear()
     config = small("unused")
-    assert config.train.eval_tokens == 500 * config.task.length
+    assert config.train.eval_tokens == 500 * config.task.tokens
     one = PointerSource(config)
     shares = [one.score(model, 7, (i, 2), False) for i in range(2)] + [one.score(model, 7, (0, 1), True)]
     assert [(split, rows) for split, _, _, rows in drawn] == [("test", 500), ("test", 500), ("test", 2000)]
@@ -197,7 +197,7 @@ def test_the_task_decides_vocabulary_length_and_window():
     config = resolve_pointer(["hops=3", "keys=4", "values=5"])
     task = PointerTask(hops=3, keys=4, values=5)
     assert config.task == task
-    assert (config.model.vocab_size, config.train.block_size, config.model.window) == (task.vocab_size, task.length, 32)
+    assert (config.model.vocab_size, config.train.block_size, config.model.window) == (task.vocab_size, task.tokens, 32)
     assert resolve_pointer(["window=9"]).model.window == 9
     assert resolve_pointer(["window=none"]).model.window is None
 

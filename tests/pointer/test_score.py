@@ -91,5 +91,5 @@ def test_a_context_ready_model_is_scored_as_it_streams_not_after_few_passes():
     right = (two == batch.targets_BT)[:, asked_T].sum()
     assert float(right) != streamed.right_L.sum()
     assert score_passes(model, TASK, batch, [2, 5])[2].right_L.sum() == float(right)
-    converged = score_passes(model, TASK, batch, [2, TASK.length + 1])[TASK.length + 1]
+    converged = score_passes(model, TASK, batch, [2, TASK.tokens + 1])[TASK.tokens + 1]
     assert np.array_equal(converged.right_L, streamed.right_L)

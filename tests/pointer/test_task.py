@@ -210,20 +210,20 @@ def test_an_unknown_split_is_rejected():
 @pytest.mark.parametrize("task", [*TASKS, PointerTask(), PointerTask(hops=1, keys=1), PointerTask(20, 5, 10), *ABSENT])
 def test_the_length_is_that_of_the_sequences(task):
     batch = task.batch("train", 0, 0, 2)
-    assert batch.inputs_BT.shape == batch.targets_BT.shape == (2, task.length)
+    assert batch.inputs_BT.shape == batch.targets_BT.shape == (2, task.tokens)
     assert int(batch.inputs_BT.max()) < task.vocab_size
 
 
 def test_the_papers_sizes():
-    assert (PointerTask().length, PointerTask().window, PointerTask().vocab_size) == (338, 38, 69)
+    assert (PointerTask().tokens, PointerTask().window, PointerTask().vocab_size) == (338, 38, 69)
 
 
 def test_the_sizes_of_the_authors_runs():
     """Ten tables (or twenty) and a final query make the paper's 11 levels (or 21)."""
     table, queries = 3 * 5 + 1, 2 * 5 + 1
-    assert AUTHORS.length == 10 * (table + queries) + 2 == 272
-    assert WAVE.length == 10 * (31 + 21) + 2 == 522
-    assert TWENTY.length == 20 * (3 * 8 + 1) + 2 == 502
+    assert AUTHORS.tokens == 10 * (table + queries) + 2 == 272
+    assert WAVE.tokens == 10 * (31 + 21) + 2 == 522
+    assert TWENTY.tokens == 20 * (3 * 8 + 1) + 2 == 502
     assert (AUTHORS.levels, WAVE.levels, TWENTY.levels) == (11, 11, 21)
     assert (AUTHORS.vocab_size, WAVE.vocab_size, TWENTY.vocab_size) == (64, 124, 180)
     # Of the four special tokens, the placeholder does not occur.

@@ -30,8 +30,9 @@ from contextready.train.plan import make_plan
 
 SMALL = (
     *("convert", "demo-d1", "demo-n1-ffn", "mini-d1", "mini-d1-paper", "mini-finetune", "mini-n1", "mini-n1-ffn"),
-    *("miniature", "pointer-mini"),
+    *("miniature", "pointer-mini", "task-convert", "task-mini"),
 )
+PRETRAINED = ("convert", "task-convert")
 
 
 def test_the_recipes_are_the_small_ones_and_the_papers():
@@ -40,7 +41,7 @@ def test_the_recipes_are_the_small_ones_and_the_papers():
     assert len(names) == len(set(names)) > 60
 
 
-@pytest.mark.parametrize("name", [name for name in recipe_names() if name != "convert"])
+@pytest.mark.parametrize("name", [name for name in recipe_names() if name not in PRETRAINED])
 def test_every_recipe_resolves_and_builds(data, name):
     learns_text = load_recipe(name).get("task") is None
     run = resolve(name, [f"data={data}", "init_from=none"] if learns_text else [])

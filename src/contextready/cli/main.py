@@ -21,6 +21,7 @@ from contextready.cli import (
     plot,
     pointer,
     reproduce,
+    task,
     train,
     unshard,
 )
@@ -40,6 +41,7 @@ VERBS = (
     plan,
     unshard,
     pointer,
+    task,
     reproduce,
     info,
     exact,

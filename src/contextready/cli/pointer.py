@@ -139,7 +139,7 @@ def print_example(config: "RunConfig") -> None:
     assert isinstance(task, PointerTask)
     assert isinstance(config.model, ModelConfig)
     print(
-        f"{task.length} tokens, vocabulary of {task.vocab_size}, answers {task.answers}, attention window "
+        f"{task.tokens} tokens, vocabulary of {task.vocab_size}, answers {task.answers}, attention window "
         f"{config.model.window or 'none'}:"
     )
     print(task.shown(task.batch("train", config.train.seed, 0, 1)))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from contextready.cli.console import make_console
 from contextready.cli.options import LARGEST_SEED, Verbs, parse_numbers, verb, whole_number
 from contextready.cli.reproduce_pointer import PointerExperiment
+from contextready.cli.reproduce_state import StateExperiment
 from contextready.cli.reproduce_tables import TableExperiment
 from contextready.cli.reproduce_timing import TimingExperiment
 from contextready.cli.reproduce_training import TrainingExperiment
@@ -79,6 +80,7 @@ TABLES = (
 """The tables that are reproduced by training on text, and two of ours. Importing them would import torch."""
 EXPERIMENTS: dict[str, Experiment] = {
     "pointer": PointerExperiment(),
+    "state": StateExperiment(),
     "training": TrainingExperiment(),
     **{name: TableExperiment([name]) for name in TABLES},
     "timing": TimingExperiment(),
@@ -106,6 +108,7 @@ crt reproduce all --jobs 2                         # every table in miniature
 crt reproduce ledger                               # the claims, what we measured, and a verdict
 crt reproduce efficiency --scale paper --dry-run   # the sizes of the paper
 crt reproduce pointer --part headline
+crt reproduce state --part headline                # one context-ready layer follows a state
 crt reproduce training --part headline             # one context-ready layer at equal compute"""
 TABLES_HELP = f"""\
 experiments:
@@ -118,6 +121,7 @@ experiments:
   all                     all of these and pointer, one after another
   ledger                  the claims of the paper with our figures and verdicts; trains nothing
   pointer                 pointer chasing
+  state                   state tracking: word problems of groups, parity, variable assignment
   training                our study of training, at equal compute
 
 The tables use data/small unless data=FOLDER is given. Their runs, results.json and report.md
@@ -139,7 +143,9 @@ def add(verbs: Verbs) -> None:
         EXAMPLES,
         "\n\n".join([TABLES_HELP, *(experiment.help for experiment in EXPERIMENTS.values() if experiment.help)]),
     )
-    reproduce.add_argument("experiment", metavar="EXPERIMENT", help="a table, all, ledger, pointer, timing or training")
+    reproduce.add_argument(
+        "experiment", metavar="EXPERIMENT", help="a table, all, ledger, pointer, state, timing or training"
+    )
     reproduce.add_argument(
         "settings", nargs="*", metavar="key=value", help="settings for every run, for example steps=500"
     )

@@ -173,7 +173,7 @@ def _describe_recipe(name: str) -> dict[str, Any]:
         "correction": s.get("correction"),
         "extra_ffn": s.get("extra_ffn", False),
         "sequences_per_step": s["batch_size"] * s.get("accumulate", 1),
-        "block_size": s["block_size"] if task is None else task.length,
+        "block_size": s["block_size"] if task is None else task.tokens,
         "steps": s["steps"],
         "passes": s.get("passes"),
         "gradient": s.get("gradient"),

@@ -97,6 +97,20 @@ def load_lm(source: str, dtype: Any = torch.float32) -> Any:
     return lm.eval()
 
 
+def load_config(source: str) -> Any:
+    """Load a model's configuration with transformers, without its weights."""
+    require("transformers", "hf")
+    from transformers import AutoConfig
+
+    with _located(source) as where, _cautious(source):
+        try:
+            return _with_least_trust(source, AutoConfig.from_pretrained, where)[0]
+        except ContextReadyError:
+            raise
+        except Exception as error:  # transformers and configurations raise anything
+            _refuse(source, error)
+
+
 def load_tokenizer(source: str) -> Any:
     """Load a model's tokenizer with transformers."""
     require("transformers", "hf")

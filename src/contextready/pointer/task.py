@@ -58,6 +58,7 @@ class PointerTask:
     name: ClassVar[str] = "pointer"
     title: ClassVar[str] = "pointer chasing"
     command: ClassVar[str] = "crt pointer"
+    in_words: ClassVar[bool] = False
 
     hops: int = 10
     """Number of tables after the base table (H). Queries at level n follow n pointers; n goes from 0 to H."""
@@ -83,9 +84,9 @@ class PointerTask:
             raise ContextReadyError(
                 f"queries=none has no queries that answers={self.answers} could follow; set answers=absent."
             )
-        if self.length > LONGEST:
+        if self.tokens > LONGEST:
             raise ContextReadyError(
-                f"With hops={self.hops}, keys={self.keys} and queries={self.queries}, a sequence has {self.length:,} "
+                f"With hops={self.hops}, keys={self.keys} and queries={self.queries}, a sequence has {self.tokens:,} "
                 f"tokens, but at most {LONGEST:,} are possible; lower hops or keys."
             )
 
@@ -116,7 +117,7 @@ class PointerTask:
         return self.hops + 1 + self.repeats_last
 
     @property
-    def length(self) -> int:
+    def tokens(self) -> int:
         """Tokens per sequence (T)."""
         H, again, tables = self.hops, self.repeats_last, (self.hops + 1) * (3 * self.keys + 1)
         if self.queries == "none":
@@ -162,8 +163,8 @@ class PointerTask:
         """Refuse a batch that does not fit into memory: the tables that are drawn, and the sequences."""
         drawn = _rows_to_draw(rows, split == "test") * (self.keys + 3 * self.hops * self.keys)
         check_memory(
-            8 * (drawn + 4 * rows * self.length),
-            f"A batch of {shown(rows)} sequences with {self.length:,} tokens each",
+            8 * (drawn + 4 * rows * self.tokens),
+            f"A batch of {shown(rows)} sequences with {self.tokens:,} tokens each",
             "lower batch_size or eval_tokens.",
         )
 

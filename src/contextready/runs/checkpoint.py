@@ -110,8 +110,8 @@ class Checkpoint:
         return read_description(self.folder / PRETRAINED_FILE) if "pretrained" in self.config["model"] else None
 
     def must_have_learned_text(self) -> None:
-        """Raise an error if the model was trained on a task other than language modelling."""
-        if "task" in self.config:
+        """Raise an error if the model knows only a task other than language modelling."""
+        if "task" in self.config and isinstance(self.model_config, ModelConfig):
             task = task_from_dict(self.config["task"])
             raise ContextReadyError(
                 f"{self.folder} was trained on {task.title}, not on text; use {task.command} for such models."

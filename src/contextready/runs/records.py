@@ -44,6 +44,8 @@ class Progress:
     step: Count = 0
     sequences: Count = 0
     """Position in the data: the number of training sequences read so far."""
+    skipped_tokens: Count = 0
+    """By how much they were shorter than the block size together, as with a curriculum over length."""
     seconds: float = 0.0
     """Time spent on optimizer steps."""
     macs: Macs = 0

@@ -25,14 +25,16 @@ class Task(Protocol):
     """The name of the task in messages."""
     command: ClassVar[str]
     """The command that trains on it."""
+    in_words: ClassVar[bool]
+    """Whether its sequences can be written in the tokens of a pretrained model."""
 
     @property
     def vocab_size(self) -> int:
         """Vocabulary size."""
 
     @property
-    def length(self) -> int:
-        """T, the number of tokens per sequence."""
+    def tokens(self) -> int:
+        """T, the number of tokens per training sequence."""
 
     @property
     def window(self) -> int | None:
@@ -69,13 +71,17 @@ def split_task(settings: Mapping[str, Any]) -> tuple[Task | None, dict[str, Any]
             )
         return None, rest
     cls = task_class(name)
-    for key in ("data", "vocab_size", "block_size", "pretrained"):
+    is_pretrained = str(rest.get("pretrained", "none")).lower() != "none"
+    for key in ("data", "vocab_size", "block_size", *(() if cls.in_words else ("pretrained",))):
         if str(rest.get(key, "none")).lower() != "none":
             raise ContextReadyError(f"{key}={rest[key]} cannot be used with {cls.title}; leave {key} out.")
     task = build_settings(cls, given)
-    follows = {"data": "", "vocab_size": task.vocab_size, "block_size": task.length}
-    watched = {"window": task.window, "eval_tokens": SEQUENCES_OF_A_VALIDATION * task.length}
-    return task, watched | rest | follows
+    of_training = {"eval_tokens": SEQUENCES_OF_A_VALIDATION * task.tokens} | rest
+    of_training |= {"data": "", "block_size": task.tokens}
+    if is_pretrained:
+        # A pretrained model has its own vocabulary and window.
+        return task, of_training
+    return task, {"window": task.window} | of_training | {"vocab_size": task.vocab_size}
 
 
 def task_as_dict(task: Task) -> dict[str, Any]:

@@ -7,13 +7,16 @@ from contextready.runs.config import RunConfig, TrainConfig
 from contextready.solve.gradients import passes_through
 
 
-def sequence_macs(account: Account, train: TrainConfig, passes: int | None, adjoint_steps: int = 0) -> int:
+def sequence_macs(
+    account: Account, train: TrainConfig, passes: int | None, adjoint_steps: int = 0, tokens: int | None = None
+) -> int:
     """Return the cost of forward and backward for one sequence with K = `passes`, or token by token if it is None.
 
+    The sequence has `tokens` tokens, or else as many as the settings say.
     A backward costs about twice the forward that it goes through: one product for the weights and one for the inputs.
     Each of the `adjoint_steps` vector-Jacobian products with respect to z costs only the latter.
     """
-    T = train.block_size
+    T = tokens or train.block_size
     if passes is None:
         return 3 * (account.macs_sequence(T, 1) + T * account.macs_correction)
     forward = account.macs_sequence(T, passes)

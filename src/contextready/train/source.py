@@ -40,7 +40,10 @@ class Source(Protocol):
         """The hash of that tokenizer."""
 
     def read(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of `count` sequences of the run, starting with number `first`."""
+        """Return inputs and targets of `count` sequences of the run, starting with number `first`.
+
+        They have at most as many tokens as the settings say, all of them equally many.
+        """
 
     def score(self, model: ContextReady, step: int, share: tuple[int, int], thorough: bool) -> Any:
         """Score this process's share (i of n) of the validation after a step; the last validation is `thorough`."""

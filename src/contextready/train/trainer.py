@@ -200,7 +200,7 @@ class Trainer:
         passes, rate = passes_of_step(t, p.step), learning_rate(t, p.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["lr_factor"]
-        losses, residual, macs = [], None, 0
+        losses, residual, macs, skipped = [], None, 0, 0
         share = t.batch_size // self.team.size
         measure = (p.step + 1) % t.log_every == 0 or p.step + 1 == t.steps
         for part in range(t.accumulate):
@@ -211,7 +211,9 @@ class Trainer:
                     inputs_BT, targets_BT, passes, 1.0 / t.accumulate, measure, wrapped=self.wrapped
                 )
             losses.append(loss.mean)
-            macs += share * self.macs(passes, loss.adjoint_steps)
+            tokens = inputs_BT.shape[1]
+            macs += share * self.macs(passes, loss.adjoint_steps, tokens)
+            skipped += t.batch_size * (t.block_size - tokens)
             residual = loss.residual
         # Averaged over all processes, as the gradient is, so that a value that is not finite in one stops them all.
         total, all_macs = self.team.sum(float(torch.stack(losses).mean()) / self.team.size, macs)
@@ -223,6 +225,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         p.step += 1
         p.sequences += t.sequences_per_step
+        p.skipped_tokens += skipped
         p.macs += round(all_macs)
         p.seconds += time.perf_counter() - began
         return self._standing() | {
@@ -273,7 +276,7 @@ class Trainer:
 
     def _standing(self) -> Record:
         p = self.progress
-        tokens = p.sequences * self.config.train.block_size
+        tokens = p.sequences * self.config.train.block_size - p.skipped_tokens
         return {"step": p.step, "tokens": tokens, "seconds": round(p.seconds, 3), "macs": p.macs}
 
     def _autocast(self) -> Any:
