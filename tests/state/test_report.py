@@ -62,7 +62,16 @@ def test_a_small_experiment_from_end_to_end(tmp_path, capsys):
 def record(key="s5-d1", part="table", seed=0, **changes):
     plain = {
         **{"key": key, "task": key.split("-")[0], "name": key, "part": part, "seed": seed, "ready": True},
-        **{"layers": 1, "gru": False, "length": 8, "chance": 0.1, "model": {}, "step": 100, "steps": 100},
+        **{
+            "layers": 1,
+            "gru": False,
+            "length": 8,
+            "chance": 0.1,
+            "best_passes": {"2": [0.25, 0.1]},
+            "model": {},
+            "step": 100,
+            "steps": 100,
+        },
         **{"seconds": 1.0, "solved_in_training": 8, "accuracy_before": 0.25, "solved": 16, "lengths": [8, 16]},
         **{"accuracy": [1.0, 0.5], "passes": {"2": [0.75, 0.5]}, "curve": {"8": 1.0, "16": 0.5}},
     }
@@ -83,8 +92,8 @@ def test_ways_are_compared_with_the_row_of_the_table():
     records = [record(), record("s5-d1-k8", "ways", name="K=2..8", solved=2)]
     cells = [[c.strip() for c in line.split("|")[1:-1]] for line in tables_of(records)["ways-s5"].splitlines()]
     assert cells[0][-1] == "K=2"
-    assert [row[0] for row in cells[2:]] == ["BPTT, curriculum, window 4", "K=2..8"]
-    assert [row[-1] for row in cells[2:]] == ["0.75", "0.75"]
+    assert [row[0] for row in cells[2:]] == ["BPTT, curriculum, window 4", "K=2..8", "at best in so many passes"]
+    assert [row[-1] for row in cells[2:]] == ["0.75", "0.75", "0.25"]
 
 
 def test_converted_models_show_what_they_knew_before():

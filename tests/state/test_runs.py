@@ -154,6 +154,21 @@ def test_parallel_passes_are_measured_beside_the_stream(tmp_path):
     found = measure(tmp_path / "run")
     assert list(found.passes) == ["2", "4", "8", "16", "32"]
     assert found.lengths == [8, 16, 32, 64]
+    # Full attention sees everything in every pass.
+    assert found.best_passes == {}
+
+
+def test_what_a_window_allows_is_reported(tmp_path, capsys):
+    words = [*SMALL, "window=3", "steps=1"]
+    assert main(["task", "parity", "correction=none", *words, f"out={tmp_path / 'n1'}"]) == 0
+    # One layer sees the last three symbols of eight or more, so it can only guess.
+    assert read_lengths(tmp_path / "n1").best == [0.5] * 4
+    assert "Guessing: 0.500. At best with this window: 8: 0.500, 16: 0.500" in capsys.readouterr().out
+    assert main(["task", "parity", "gradient=unroll", "passes=2", *words, f"out={tmp_path / 'd1'}"]) == 0
+    found = read_lengths(tmp_path / "d1")
+    assert found.best is None
+    # In four passes a token sees 4 · 2 + 3 = 11 positions back.
+    assert [best[0] for best in found.best_passes.values()] == [0.5, 1.0, 1.0, 1.0, 1.0]
 
 
 def test_examples_are_printed_without_training(tmp_path, monkeypatch, capsys):

@@ -11,7 +11,7 @@ from contextready.data.shards import IGNORED
 from contextready.errors import ContextReadyError
 from contextready.state.assign import AssignTask
 from contextready.state.groups import find_group
-from contextready.state.score import best_accuracy
+from contextready.state.score import best_score
 from contextready.state.stack import StackTask
 from contextready.state.task import BEGIN, HELD_OUT, checksum
 from contextready.state.word import WordTask
@@ -154,7 +154,8 @@ def test_no_function_of_the_last_tokens_beats_the_bound():
     every = np.array(list(itertools.product(range(2), repeat=7)))
     written = task.write(every)
     batch = task.batch("train", 0, 0, 200)
-    bound = best_accuracy(task, batch, reached)
+    bound = best_score(task, batch, reached)
+    assert bound.asked_N.tolist() == [200] * 7
     for n in range(7):
         best = Counter()
         for symbols, answer in zip(every.tolist(), written.answers_BN[:, n].tolist(), strict=True):
@@ -162,15 +163,15 @@ def test_no_function_of_the_last_tokens_beats_the_bound():
         tops = {}
         for (window, _), count in best.items():
             tops[window] = max(tops.get(window, 0), count)
-        assert sum(tops.values()) / len(every) == pytest.approx(bound[n])
+        assert sum(tops.values()) / len(every) == pytest.approx(bound.right_N[n] / 200)
 
 
 def test_assignments_out_of_sight_can_only_be_guessed():
     task = AssignTask(length=30, variables=3, values=10, copies=0.5)
     batch = task.batch("test", 0, 0, 300)
-    everything, little = best_accuracy(task, batch, task.tokens), best_accuracy(task, batch, 6)
-    assert everything == [1.0] * 30
-    assert all(0.1 < accuracy < 0.9 for accuracy in little[5:])
+    everything, little = (best_score(task, batch, n) for n in (task.tokens, 6))
+    assert everything.curve == [1.0] * 30
+    assert all(0.1 < accuracy < 0.9 for accuracy in little.curve[5:])
 
 
 def test_a_curriculum_grows_the_length():

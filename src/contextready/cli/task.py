@@ -1,6 +1,7 @@
 """`crt task`: train a model on a state-tracking task, and show the accuracy at longer and longer lengths."""
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from contextready.cli.console import make_console
@@ -118,12 +119,18 @@ def run_task(config: "RunConfig", gru: bool = False) -> int:
 
 
 def describe_lengths(found: "Lengths") -> str:
-    """Describe the accuracy at each length of the test, and how far the model got."""
-    cells = ", ".join(f"{n}: {accuracy:.3f}" for n, accuracy in zip(found.lengths, found.accuracy, strict=True))
-    return (
-        f"Step {found.step:,}. Accuracy by length: {cells}. Longest length solved: {found.solved} of "
-        f"{found.lengths[-1]}."
+    """Describe the accuracy at each length of the test, how far the model got, and what it could reach at best."""
+
+    def cells(accuracy: Sequence[float]) -> str:
+        return ", ".join(f"{n}: {value:.3f}" for n, value in zip(found.lengths, accuracy, strict=True))
+
+    text = (
+        f"Step {found.step:,}. Accuracy by length: {cells(found.accuracy)}. Longest length solved: {found.solved} of "
+        f"{found.lengths[-1]}. Guessing: {found.chance:.3f}."
     )
+    if found.best is not None:
+        text += f" At best with this window: {cells(found.best)}."
+    return text
 
 
 def print_example(config: "RunConfig") -> None:

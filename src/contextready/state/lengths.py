@@ -1,19 +1,20 @@
 """How a finished run does at lengths beyond those that it was trained on: measured once, and kept in its folder."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from contextready.errors import ContextReadyError
 from contextready.files import read_json, write_json
 from contextready.formats.record import Count, read_record
+from contextready.measure.bounds import receptive_field
 from contextready.model.config import ModelConfig
 from contextready.model.context_ready import ContextReady
 from contextready.runs.checkpoint import open_checkpoint
 from contextready.runs.config import RunConfig
 from contextready.runs.metrics import read_metrics
 from contextready.state.control import WEIGHTS, load_control
-from contextready.state.score import Reader, StateScore, score_passes, score_stream
+from contextready.state.score import Reader, StateScore, best_score, score_passes, score_stream
 from contextready.state.task import StateBatch, StateTask
 from contextready.state.tokens import longest_readable, tokens_of
 from contextready.train.trials import settings_of
@@ -45,6 +46,12 @@ class Lengths:
     """The accuracy at every length."""
     passes: dict[str, list[float]]
     """The same as `accuracy`, after numbers of parallel passes; empty for models without a correction."""
+    chance: float
+    """The best accuracy of a guess that sees none of the symbols, at the longest length."""
+    best: list[float] | None = None
+    """The best possible accuracy at each length for a transformer with this window; none if it sees everything."""
+    best_passes: dict[str, list[float]] = field(default_factory=dict)
+    """The same for numbers of parallel passes of a model with a window."""
 
 
 def measure(run: Path, factors: Sequence[int] = FACTORS) -> Lengths:
@@ -65,12 +72,23 @@ def measure(run: Path, factors: Sequence[int] = FACTORS) -> Lengths:
     batch = tokens_of(config).of(task.batch("test", config.train.seed, TEST_STEP, rows, lengths[-1]))
     score = score_stream(model, task, batch)
     by_passes: dict[str, list[float]] = {}
-    if isinstance(model, ContextReady) and model.is_recurrent:
+    is_recurrent = checkpoint is None or (isinstance(model, ContextReady) and model.is_recurrent)
+    if isinstance(model, ContextReady) and is_recurrent:
         fewer = StateBatch(*(part[:PASSES_ON] for part in batch))
         found = score_passes(model, task, fewer, PASSES if is_native else PASSES_IF_PRETRAINED)
         by_passes = {str(k): _rounded(score, lengths) for k, score in found.items()}
     curve = [round(accuracy, 4) for accuracy in score.curve]
-    result = Lengths(step, lengths, _rounded(score, lengths), score.solved, curve, by_passes)
+    result = Lengths(
+        step,
+        lengths,
+        _rounded(score, lengths),
+        score.solved,
+        curve,
+        by_passes,
+        task.guess(lengths[-1]),
+        None if is_recurrent else _best(config, batch, lengths, 1),
+        {k: best for k in by_passes if (best := _best(config, batch, lengths, int(k))) is not None},
+    )
     write_json(run / FILE, vars(result))
     return result
 
@@ -88,6 +106,15 @@ def read_lengths(run: Path) -> Lengths | None:
     if not (run / FILE).is_file():
         return None
     return read_record(Lengths, read_json(run / FILE), str(run / FILE))
+
+
+def _best(config: RunConfig, batch: StateBatch, lengths: Sequence[int], passes: int) -> list[float] | None:
+    """Return the best possible accuracy of parallel passes at each length, or None if they see everything."""
+    task, model = config.task, config.model
+    assert isinstance(task, StateTask)
+    if not isinstance(model, ModelConfig) or model.window is None:
+        return None
+    return _rounded(best_score(task, batch, receptive_field(model.layers, model.window, passes)), lengths)
 
 
 def _rounded(score: StateScore, lengths: Sequence[int]) -> list[float]:

@@ -23,7 +23,8 @@ Every row lists its seeds in ascending order.
   sequences (200 for pretrained models) that are up to eight times as long as in training
 - accuracy: that of the last quarter of the symbols up to a length, the mean over the seeds
 - steps: the step at which training stopped, because every length was solved or because it was the last
-- K=…: the accuracy at the length of training in so many parallel passes, instead of streaming"""
+- K=…: the accuracy at the length of training in so many parallel passes, instead of streaming; the last line has the
+  best accuracy that is possible with the attention window"""
 
 
 def rows_of(records: Sequence[Record]) -> dict[str, list[Record]]:
@@ -69,6 +70,11 @@ def _table(rows: Sequence[Sequence[Record]], part: str) -> str:
             found = [r["passes"][str(k)][0] for r in row if str(k) in r["passes"]]
             line.append(_with_spread(found))
         lines.append(line)
+    best: Mapping[str, Sequence[float]] = next((b for row in rows if passes and (b := row[0]["best_passes"])), {})
+    if best:
+        # The bound depends on the window alone, which the rows with a bound share.
+        blank = [""] * (len(head) - len(passes) - 1)
+        lines.append(["at best in so many passes", *blank, *(f"{best[str(k)][0]:.2f}" for k in passes)])
     return aligned([head, *lines])
 
 
@@ -84,8 +90,9 @@ def as_markdown(records: Sequence[Record]) -> str:
     for name, table in tables_of(records).items():
         part, _, task = name.partition("-")
         title = {"table": "", "ways": ": ways to train one layer", "convert": ": a pretrained model"}[part]
-        length = next(r["length"] for r in records if r["task"] == task and r["part"] == part)
-        parts.append(f"{TITLES.get(task, task)}{title} (trained at lengths up to {length}):\n\n{table}")
+        first = next(r for r in records if r["task"] == task and r["part"] == part)
+        about = f"trained at lengths up to {first['length']}; guessing: {first['chance']:.3f}"
+        parts.append(f"{TITLES.get(task, task)}{title} ({about}):\n\n{table}")
     return "\n\n".join([*parts, LEGEND])
 
 

@@ -86,7 +86,7 @@ def _record(trial: Trial, seed: int, run: Path, config: RunConfig) -> dict[str, 
     return {
         **{"key": trial.key, "task": trial.task, "name": trial.name, "part": trial.part, "seed": seed},
         **{"ready": trial.ready, "layers": trial.layers, "gru": trial.gru, "length": task.length},
-        **{"chance": task.guess(task.length), "model": _shape(config.model)},
+        **{"chance": found.chance, "best_passes": found.best_passes, "model": _shape(config.model)},
         **{"step": newest["step"], "steps": config.train.steps, "seconds": round(newest["seconds"], 1)},
         **{"solved_in_training": newest["solved_length"], "accuracy_before": first["accuracy"][-1]},
         **{"solved": found.solved, "lengths": found.lengths, "accuracy": found.accuracy, "passes": found.passes},

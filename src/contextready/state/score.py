@@ -130,14 +130,15 @@ def _scores(
     return [StateScore(*mine.numpy()) for mine in sums.values()]
 
 
-def best_accuracy(task: StateTask, batch: StateBatch, reached: int) -> list[float]:
-    """The best possible accuracy after each symbol for a function that sees at most `reached` positions back."""
+def best_score(task: StateTask, batch: StateBatch, reached: int) -> StateScore:
+    """The best possible score of a function that sees at most `reached` positions back; its loss is unknown."""
     P, T = task.words_per_symbol, batch.inputs_BT.shape[1]
-    best = []
+    asked, right = [], []
     for end in range(P, T, P):
         asked_B = batch.targets_BT[:, end] != IGNORED
         seen_B = end - batch.since_BT[asked_B, end] <= reached
         # A symbol of which any token is in sight counts as seen.
         chance = task.guess(max(0, (end - reached - 1) // P))
-        best.append(float(torch.where(seen_B, 1.0, chance).mean()) if len(seen_B) else 1.0)
-    return best
+        asked.append(len(seen_B))
+        right.append(float(torch.where(seen_B, 1.0, chance).sum()))
+    return StateScore(np.array(asked, float), np.array(right), np.full(len(asked), np.nan))
