@@ -1,6 +1,7 @@
 """The experiment on state tracking: its rows, resuming, its report, and what it refuses."""
 
 import json
+from pathlib import Path
 
 import pytest
 from train_helpers import finish
@@ -10,6 +11,7 @@ from contextready.state.report import as_markdown, tables_of
 from contextready.state.results import jobs_of, records_of
 from contextready.state.trials import CONVERTED, DEPTHS, PARTS, READY, TABLE, WAYS, WAYS_ON, trials_of
 
+MODEL = Path(__file__).parents[2] / ".." / "shared" / "models" / "stories260K-hf"
 QUICK = ["width=16", "heads=2", "batch_size=8", "length=4", "steps=4", "eval_every=2", "eval_tokens=100"]
 
 
@@ -62,18 +64,10 @@ def test_a_small_experiment_from_end_to_end(tmp_path, capsys):
 def record(key="s5-d1", part="table", seed=0, **changes):
     plain = {
         **{"key": key, "task": key.split("-")[0], "name": key, "part": part, "seed": seed, "ready": True},
-        **{
-            "layers": 1,
-            "gru": False,
-            "length": 8,
-            "chance": 0.1,
-            "best_passes": {"2": [0.25, 0.1]},
-            "model": {},
-            "step": 100,
-            "steps": 100,
-        },
-        **{"seconds": 1.0, "solved_in_training": 8, "accuracy_before": 0.25, "solved": 16, "lengths": [8, 16]},
-        **{"accuracy": [1.0, 0.5], "passes": {"2": [0.75, 0.5]}, "curve": {"8": 1.0, "16": 0.5}},
+        **{"layers": 1, "gru": False, "length": 8, "chance": 0.1, "best_passes": {"2": [0.25, 0.1]}},
+        **{"model": {}, "step": 100, "steps": 100, "seconds": 1.0, "solved_in_training": 8, "text": None},
+        **{"accuracy_before": 0.25, "solved": 16, "lengths": [8, 16], "accuracy": [1.0, 0.5]},
+        **{"passes": {"2": [0.75, 0.5]}, "curve": {"8": 1.0, "16": 0.5}},
     }
     return plain | changes
 
@@ -98,8 +92,10 @@ def test_ways_are_compared_with_the_row_of_the_table():
 
 def test_converted_models_show_what_they_knew_before():
     records = [record("parity-plain", "convert", ready=False), record("parity-converted", "convert")]
-    assert "| before |" in as_markdown(records)
-    assert "| 0.25   |" in as_markdown(records)
+    assert "| before | perplexity on text |" in as_markdown(records)
+    assert "| 0.25   |                    |" in as_markdown(records)
+    with_text = [record("parity-plain", "convert", text=[4.0, 9.0]), record("parity-plain", "convert", text=[4.0, 7.0])]
+    assert "| 4.00 → 8.00 ± 1.41 |" in as_markdown(with_text)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +103,7 @@ def test_converted_models_show_what_they_knew_before():
     [
         (["state", "layers=3"], "layers cannot be set here, because the rows differ in it; train one with crt task."),
         (["state", "--part", "convert"], "Part convert needs a pretrained model; set pretrained=FOLDER."),
+        (["state", "text=missing"], "No prepared data exists at missing."),
         (["state", "pretrained=x"], "pretrained= is for --part convert only; leave it out."),
         (
             ["state", "--part", "growth"],
@@ -120,3 +117,24 @@ def test_bad_input_is_refused(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["reproduce", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not MODEL.is_dir(), reason="the model stories260K is missing")
+def test_pretrained_models_are_scored_on_text_before_and_after(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("Once upon a time there was a little girl who liked to play.\n" * 400)
+    prepare = [str(tmp_path / "text"), str(tmp_path / "text.txt"), "--val", str(tmp_path / "text.txt")]
+    assert main(["data", "prepare", *prepare, "--tokenizer", str(MODEL), "--end-token", "<s>"]) == 0
+    words = ["state", "--part", "convert", "--jobs", "1", "--out", str(tmp_path / "out")]
+    words += [f"pretrained={MODEL}", f"text={tmp_path / 'text'}"]
+    quick = ["length=4", "steps=2", "batch_size=4", "eval_every=2", "eval_tokens=60", "lr=1e-2", "warmup=0"]
+    code, out, err = finish("reproduce", *words, *quick)
+    assert code == 0, err
+    assert "Perplexity on text:" in out
+    records = json.loads((tmp_path / "out" / "report.json").read_text())["runs"]
+    assert {r["key"].partition("-")[2] for r in records} == {"plain", "plain-longer", "converted", "correction"}
+    before = {round(r["text"][0], 4) for r in records}
+    assert len(before) == 1
+    assert all(r["text"][1] != r["text"][0] for r in records)
+    # Training on a task costs more on text if all weights change.
+    after = {r["key"]: r["text"][1] for r in records}
+    assert after["parity-correction"] < after["parity-converted"]

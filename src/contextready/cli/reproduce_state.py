@@ -17,6 +17,8 @@ class StateExperiment:
     scales = ("cpu",)
     parts = ("headline", "table", "ways", "convert")
     default_part = "table"
+    _text: Path | None = None
+    """Prepared text on which converted models are scored."""
     help = """\
 parts of state (default: table):
   headline                S5 with one context-ready layer and with transformers of two and four
@@ -26,7 +28,8 @@ parts of state (default: table):
   ways                    one context-ready layer on S5 and parity, trained in other ways: parallel
                           passes, implicit gradients, without a curriculum
   convert                 a pretrained model trained further on parity and variable assignment, with
-                          and without a correction; needs pretrained=FOLDER
+                          and without a correction; needs pretrained=FOLDER, and with
+                          text=FOLDER (prepared data) also measures perplexity on text
   all                     headline, table and ways
 
 crt task --help explains the tasks."""
@@ -45,9 +48,12 @@ crt task --help explains the tasks."""
         missing_ok: bool = False,
     ) -> tuple[list["Job"], int]:
         """Return the runs of these parts that are still to train, and the number of all."""
-        from contextready.state.results import jobs_of
+        from contextready.state.results import jobs_of, split_text
         from contextready.state.trials import trials_of
 
+        self._text, changes = split_text(changes)
+        if self._text is not None and tuple(parts) != ("convert",):
+            raise ContextReadyError("text= is for --part convert only; leave it out.")
         if len(parts) > 1:
             # The converted models need settings that the others do not have.
             parts = [part for part in parts if part != "convert"]
@@ -95,10 +101,14 @@ crt task --help explains the tasks."""
         """Describe how a run ended."""
         from contextready.cli.task import describe_lengths
         from contextready.state.lengths import read_lengths
+        from contextready.state.text import measure_text
 
         found = read_lengths(job.out)
         assert found is not None
-        return describe_lengths(found)
+        if self._text is None:
+            return describe_lengths(found)
+        on_text = measure_text(job.out, self._text)
+        return f"{describe_lengths(found)} Perplexity on text: {on_text.before:.2f} before, {on_text.after:.2f} after."
 
     def _records(self, out: Path) -> list[dict[str, Any]]:
         from contextready.state.results import records_of

@@ -22,6 +22,8 @@ Every row lists its seeds in ascending order.
 - solved: the longest length at which, as at all shorter ones, at least 0.99 of the answers are right, on 1,000 fresh
   sequences (200 for pretrained models) that are up to eight times as long as in training
 - accuracy: that of the last quarter of the symbols up to a length, the mean over the seeds
+- before: the accuracy at the length of training before the model was trained on the task
+- perplexity on text: before and after that training
 - steps: the step at which training stopped, because every length was solved or because it was the last
 - K=…: the accuracy at the length of training in so many parallel passes, instead of streaming; the last line has the
   best accuracy that is possible with the attention window"""
@@ -55,13 +57,15 @@ def _table(rows: Sequence[Sequence[Record]], part: str) -> str:
     head = ["model", f"solved, of {lengths[-1]}", *(f"n={n}" for n in lengths), "steps"]
     head += [f"K={k}" for k in passes]
     if part == "convert":
-        head.insert(2, "before")
+        head[2:2] = ["before", "perplexity on text"]
     lines = []
     for row in rows:
         name = "BPTT, curriculum, window 4" if part == "ways" and row[0]["part"] == "table" else row[0]["name"]
         line = [name, ", ".join(str(r["solved"]) for r in row)]
         if part == "convert":
             line.append(f"{fmean(r['accuracy_before'] for r in row):.2f}")
+            texts = [r["text"] for r in row if r["text"] is not None]
+            line.append(f"{fmean(b for b, _ in texts):.2f} → {_with_spread([a for _, a in texts])}" if texts else "")
         for i in range(len(lengths)):
             found = [r["accuracy"][i] for r in row if i < len(r["accuracy"])]
             line.append(_with_spread(found))

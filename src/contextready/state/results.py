@@ -13,6 +13,7 @@ from contextready.settings import parse_assignments
 from contextready.state.lengths import read_lengths
 from contextready.state.names import resolve_task
 from contextready.state.task import StateTask
+from contextready.state.text import check_text, read_text
 from contextready.state.trials import Trial
 from contextready.train.cost import run_macs
 from contextready.train.jobs import Job
@@ -49,6 +50,14 @@ def jobs_of(trials: Sequence[Trial], seeds: Sequence[int], out: Path, changes: S
     return jobs
 
 
+def split_text(changes: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Separate `text=FOLDER`, prepared text for `measure_text`, from the settings of the runs."""
+    texts = [Path(word.removeprefix("text=")) for word in changes if word.startswith("text=")]
+    if texts:
+        check_text(texts[-1])
+    return (texts[-1] if texts else None), [word for word in changes if not word.startswith("text=")]
+
+
 def newest_validation(run: Path) -> Record | None:
     """Return the newest validation of a run, if there is one."""
     if not (run / FILE).is_file():
@@ -82,6 +91,7 @@ def _record(trial: Trial, seed: int, run: Path, config: RunConfig) -> dict[str, 
     assert isinstance(task, StateTask)
     first = next(record for record in read_metrics(run) if "solved_length" in record)
     longest = found.lengths[-1]
+    on_text = read_text(run)
     shown = sorted({max(1, round(longest * i / POINTS)) for i in range(1, POINTS + 1)} | set(range(1, 9)))
     return {
         **{"key": trial.key, "task": trial.task, "name": trial.name, "part": trial.part, "seed": seed},
@@ -90,6 +100,7 @@ def _record(trial: Trial, seed: int, run: Path, config: RunConfig) -> dict[str, 
         **{"step": newest["step"], "steps": config.train.steps, "seconds": round(newest["seconds"], 1)},
         **{"solved_in_training": newest["solved_length"], "accuracy_before": first["accuracy"][-1]},
         **{"solved": found.solved, "lengths": found.lengths, "accuracy": found.accuracy, "passes": found.passes},
+        "text": None if on_text is None else [on_text.before, on_text.after],
         "curve": {str(n): found.curve[n - 1] for n in shown if n <= longest},
     }
 
