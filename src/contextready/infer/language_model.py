@@ -197,7 +197,9 @@ def load(
     """Load a run, a checkpoint, a Hugging Face folder or an exported .gguf file.
 
     `engine` is `eager` (the default) or `compiled`; an exported file always runs on `ggml` and does not import torch.
-    `reading` says how prompts are read (solver, tolerance, chunk) and how far states can be rolled back (history).
+    `threads` is the number of CPU threads, for PyTorch of the whole process; by default a measurement of milliseconds
+    chooses it. `reading` says how prompts are read (solver, tolerance, chunk) and how far states can be rolled back
+    (history).
     """
     path = Path(path)
     if engine is not None and engine not in ENGINES:
@@ -237,14 +239,16 @@ def _load_checkpoint(
 
     from contextready.data.tokenizer import Tokenizer
     from contextready.device import find_device
+    from contextready.infer.threads import torch_threads
     from contextready.infer.torch_engine import torch_engine
     from contextready.runs.checkpoint import open_trained
 
     checkpoint = open_trained(path)
     checkpoint.must_have_learned_text()
-    model, tokenizer = checkpoint.model().to(find_device(device)), Tokenizer.load(checkpoint.folder)
-    if threads is not None:
-        torch.set_num_threads(threads)
+    where = find_device(device)
+    model, tokenizer = checkpoint.model().to(where), Tokenizer.load(checkpoint.folder)
+    if threads is not None or where.type == "cpu":
+        torch.set_num_threads(threads or torch_threads(model.backbone.width))
 
     def make(rows: int, capacity: int) -> Engine:
         return torch_engine(model, engine, rows=rows, capacity=capacity, **reading)

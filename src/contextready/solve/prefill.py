@@ -9,9 +9,9 @@ temporary one (`prefill`). Other backbones use their own caches.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil, inf, isfinite, isnan, log2
+from math import ceil, isfinite, log2
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from contextready.model.macs import attention_macs_of, block_macs
 from contextready.model.state import State
 from contextready.model.transformer import Transformer
 from contextready.solve.hardware import free_tokens
-from contextready.solve.reading import ReadInfo
+from contextready.solve.reading import ReadInfo, joined
 from contextready.solve.sweep import Chunk, solve_by_sweeps
 from contextready.solve.unroll import check_tolerance, iterate
 
@@ -141,7 +141,7 @@ def read_into(
         infos.append(solved.info)
         kept.append(solved.carried_BTC[:, -keep:])
         before_B1C, position = solved.carried_BTC[:, -1:], position + tokens_BS.shape[1]
-    info = _joined(infos, time.perf_counter() - start)
+    info = joined(infos, time.perf_counter() - start)
     return Solved(solved.z_BTC[:, -1:], torch.cat(kept, dim=1)[:, -keep:], info)
 
 
@@ -181,7 +181,7 @@ def _read_by_cache(model: ContextReady, tokens_BT: Tensor, state: State, reader:
     for tokens_BS in torch.split(tokens_BT, reader.chunk, dim=1):
         z_BTC, state, info = _solve_by_cache(model, model.embed(tokens_BS), state, reader)
         infos.append(info)
-    return Prefill(z_BTC[:, -1:], state, _joined(infos, time.perf_counter() - start))
+    return Prefill(z_BTC[:, -1:], state, joined(infos, time.perf_counter() - start))
 
 
 def _solve_by_cache(
@@ -260,26 +260,3 @@ def segment_length(tokens: int, free: float) -> int:
     """Choose L for this many tokens: as many segments (a power of two) as pay off on this hardware, none too short."""
     wide: int = max(FEWEST_SEGMENTS, 2 ** round(log2(WIDTH * free)))
     return max(SHORTEST_SEGMENT, ceil(tokens / wide))
-
-
-def _joined(infos: list[ReadInfo], seconds: float) -> ReadInfo:
-    """Combine the reports on the chunks of a prompt; the certificate is that of the worst chunk."""
-    # NaN counts as the worst.
-    worst = max(infos, key=lambda info: inf if isnan(info.certificate) else info.certificate)
-    tokens = sum(info.tokens for info in infos)
-    return ReadInfo(
-        solver=infos[0].solver,
-        tokens=tokens,
-        seconds=seconds,
-        passes=sum(info.passes * info.tokens for info in infos) / tokens,
-        macs=_sum_of(infos, lambda info: info.macs),
-        plain_macs=_sum_of(infos, lambda info: info.plain_macs),
-        changes=worst.changes,
-        exact=all(info.exact for info in infos),
-        note=next((info.note for info in infos if info.note), ""),
-    )
-
-
-def _sum_of(infos: list[ReadInfo], part: Callable[[ReadInfo], int | None]) -> int | None:
-    parts = [part(info) for info in infos]
-    return None if None in parts else sum(one for one in parts if one is not None)
