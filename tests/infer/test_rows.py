@@ -161,5 +161,5 @@ def test_a_row_that_moves_under_its_prompt_is_noticed():
     reading = PromptInPieces(running, 0, [1] * 10, piece=4)
     reading.advance()
     running.step([1, 1])
-    with pytest.raises(ContextReadyError, match="Row 0 was at position 4 .* and is now at 5"):
+    with pytest.raises(ContextReadyError, match=r"Row 0 was at position 4 .* and is now at 5"):
         reading.advance()

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ Tell = Callable[[str, int | None, int], None]
 """Told what is being read, how many tokens there are to process if that is known, and how many more were processed."""
 
 
-class CutOff(Exception):
+class CutOffError(Exception):
     """Reading took longer than the limit."""
 
 
@@ -52,9 +53,10 @@ def measure_prefill(
         else:
             tokens_1T = torch.randint(one.account.config.vocab_size, (1, length))
         for solver in SOLVERS:
-            record = _read(one, tokens_1T, solver, limit, tell)
-            if not record["cut_off"] and record["seconds"] < min(LONG, limit):
-                record = _read(one, tokens_1T, solver, limit, tell)
+            what = f"{one.label}, {solver}, {length:,} tokens"
+            record = _read(one, tokens_1T, solver, limit, partial(tell, f"{what}, warm-up"))
+            if not record["cut_off"] and record["seconds"] < LONG:
+                record = _read(one, tokens_1T, solver, limit, partial(tell, what))
             records.append({"label": one.label, "asked": solver, "correction_factor": factor} | record)
     return records
 
@@ -75,26 +77,29 @@ def settle(model: ContextReady) -> float:
         factor /= 2
         correction.scale /= 2
         if correction.gain is not None:
-            correction.gain /= 2
+            correction.gain.div_(2)
     return factor
 
 
-def _read(one: BenchModel, tokens_1T: torch.Tensor, solver: str, limit: float, tell: Tell) -> dict[str, Any]:
+def _read(
+    one: BenchModel, tokens_1T: torch.Tensor, solver: str, limit: float, tell: Callable[[int | None, int], None]
+) -> dict[str, Any]:
+    """Read a prompt once, within the limit; returns how."""
     assert isinstance(one.model, ContextReady)
     T, start, processed = tokens_1T.shape[1], time.perf_counter(), 0
-    what, total = f"{one.label}, {solver}, {T:,} tokens", T if solver == "sequential" else None
+    total = T if solver == "sequential" else None
 
     def after(tokens: int) -> None:
         nonlocal processed
         processed += tokens
-        tell(what, total, tokens)
+        tell(total, tokens)
         if time.perf_counter() - start > limit:
-            raise CutOff
+            raise CutOffError
 
     try:
         with _watched(one.model, after):
             info = prefill(one.model, tokens_1T, solver=solver).info
-    except CutOff:
+    except CutOffError:
         # One by one, every token that was processed has been read; otherwise, all were processed several times.
         read = min(T, processed) if solver == "sequential" else T
         return {

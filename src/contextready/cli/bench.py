@@ -161,9 +161,7 @@ def run_bench(bench: Bench, as_json: bool = False, plot: Path | None = None) -> 
         messages.print(f"Wrote {plot}.")
 
 
-def _contestants(
-    bench: Bench, models: "Sequence[BenchModel]", threads: int, scratch: Path
-) -> "list[Contestant]":
+def _contestants(bench: Bench, models: "Sequence[BenchModel]", threads: int, scratch: Path) -> "list[Contestant]":
     from contextready.bench.race import Hardware, engine_contestants, peer_contestants
 
     hardware = Hardware(max(bench.contexts) + bench.tokens + 8, threads, scratch)

@@ -128,9 +128,9 @@ def generate_pieces(
 ) -> Iterator[Piece]:
     """Read each prompt once, continue every sample of it in its own row, and yield the tokens as they are chosen.
 
-    The first rows of the engine are overwritten, one for each completion, and the others stay as they are. With `states[i]`, prompt i continues the tokens that
-    this state has read. Those tokens are not known here, so the repetition penalty does not see them. Nothing is read
-    until the first piece is requested.
+    The first rows of the engine are overwritten, one for each completion, and the others stay as they are. With
+    `states[i]`, prompt i continues the tokens that this state has read. Those tokens are not known here, so the
+    repetition penalty does not see them. Nothing is read until the first piece is requested.
     """
     samples = settings.samples
     _check_engine(engine, len(prompts), settings)

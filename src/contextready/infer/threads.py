@@ -40,9 +40,7 @@ def matrices(width: int) -> tuple[int, int]:
     return max(FEWEST_MATRICES, min(MOST_MATRICES, MOST_WEIGHTS // width**2)), width
 
 
-def fastest_threads(
-    run: Callable[[int], object], most: int, clock: Callable[[], float] = time.perf_counter
-) -> int:
+def fastest_threads(run: Callable[[int], object], most: int, clock: Callable[[], float] = time.perf_counter) -> int:
     """Measure `run(threads)` for 1, 2, 4, … and `most` threads, and return the number to use.
 
     The numbers take turns and medians are compared, so that a short disturbance decides nothing.

@@ -39,19 +39,19 @@ class AtSomeRows(Attend):
     def __init__(self, config: TransformerConfig, x_BTC: Tensor, places: SomeRows) -> None:
         self.places, self.sizes = places, [len(run.positions_BT) for run in places.runs]
         self.set_positions(config, torch.cat([run.positions_BT for run in places.runs]), x_BTC.dtype)
-        parts_BTC = x_BTC.split(self.sizes)
+        parts_BTC = torch.split(x_BTC, self.sizes)
         self.parts = [_AtRun(config, part, run) for part, run in zip(parts_BTC, places.runs, strict=True)]
         self.joined: list[KV] = []
 
     def join(self, layer: int, k_BHTE: Tensor, v_BHTE: Tensor) -> KV:
         """Write a layer's new keys and values to their slots; the attention that follows sees all visible ones."""
-        news = zip(self.parts, k_BHTE.split(self.sizes), v_BHTE.split(self.sizes), strict=True)
+        news = zip(self.parts, torch.split(k_BHTE, self.sizes), torch.split(v_BHTE, self.sizes), strict=True)
         self.joined = [part.join(layer, k, v) for part, k, v in news]
         return k_BHTE, v_BHTE
 
     def __call__(self, q_BHTE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor, dropout: float = 0.0) -> Tensor:
         """Compute the attention output of every query over the slots of its own row."""
-        queries = zip(self.parts, q_BHTE.split(self.sizes), self.joined, strict=True)
+        queries = zip(self.parts, torch.split(q_BHTE, self.sizes), self.joined, strict=True)
         return torch.cat([part(q, k, v, dropout) for part, q, (k, v) in queries])
 
     def after(self) -> SomeRows:
