@@ -14,7 +14,7 @@ from contextready.cli import progress
 from contextready.cli.bench import print_prefill
 from contextready.cli.console import make_console
 from contextready.cli.main import main
-from contextready.solve.prefill import SOLVERS
+from contextready.solve.prompt_reader import SOLVERS
 from contextready.solve.unroll import unroll
 
 SHAPE = ["vocab_size=64", "width=64", "layers=2", "heads=2", "init=torch"]

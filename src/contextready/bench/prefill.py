@@ -13,7 +13,8 @@ import torch
 from contextready.bench.models import BenchModel
 from contextready.model.context_ready import ContextReady
 from contextready.model.transformer import Transformer
-from contextready.solve.prefill import SOLVERS, prefill
+from contextready.solve.prefill import prefill
+from contextready.solve.prompt_reader import SOLVERS
 from contextready.solve.unroll import unroll
 
 LIMIT = 60.0

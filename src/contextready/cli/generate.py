@@ -112,7 +112,9 @@ def add(verbs: Verbs) -> None:
         "--engine", metavar="NAME", help="eager or compiled; exported files run on ggml (default: eager)"
     )
     generate.add_argument(
-        "--solver", metavar="NAME", help="how prompts are read: sweep, jacobi or sequential (default: sweep)"
+        "--solver",
+        metavar="NAME",
+        help="how prompts are read: sweep, jacobi or sequential (default: sweep, or sequential for exported files)",
     )
     generate.add_argument(
         "--tolerance", type=float, metavar="E", help="relative error at which sweep and jacobi stop (default: 0.05)"

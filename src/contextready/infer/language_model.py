@@ -198,8 +198,8 @@ def load(
 
     `engine` is `eager` (the default) or `compiled`; an exported file always runs on `ggml` and does not import torch.
     `threads` is the number of CPU threads, for PyTorch of the whole process; by default a measurement of milliseconds
-    chooses it. `reading` says how prompts are read (solver, tolerance, chunk) and how far states can be rolled back
-    (history).
+    chooses it. `reading` says how prompts are read (solver, tolerance, chunk) and, except for exported files, how far
+    states can be rolled back (history). Exported files read one token at a time unless another solver is chosen.
     """
     path = Path(path)
     if engine is not None and engine not in ENGINES:
@@ -208,18 +208,18 @@ def load(
     if path.suffix == EXPORTED:
         if engine not in (None, "ggml"):
             raise ContextReadyError(f"{path} is an exported file, which only the engine ggml runs; choose no engine.")
-        if reading:
+        if "history" in reading:
             raise ContextReadyError(
-                f"An exported file reads prompts one token at a time, so {', '.join(reading)} cannot be chosen; "
-                "leave it out, or use the run or checkpoint."
+                "An exported file keeps a history of 1, so history cannot be chosen; leave it out, or use the run or "
+                "checkpoint."
             )
-        return _load_exported(path, threads)
+        return _load_exported(path, threads, reading)
     if engine == "ggml":
         raise ContextReadyError(f"The engine ggml runs exported files; create one with: crt export {path} model.gguf")
     return _load_checkpoint(path, engine or "eager", threads, device, reading)
 
 
-def _load_exported(path: Path, threads: int | None) -> LanguageModel:
+def _load_exported(path: Path, threads: int | None, reading: dict[str, Any]) -> LanguageModel:
     from contextready.infer.ggml.engine import GgmlEngine
     from contextready.infer.ggml.file import read_gguf
 
@@ -228,7 +228,7 @@ def _load_exported(path: Path, threads: int | None) -> LanguageModel:
         path,
         exported.tokenizer(),
         exported.trained_length,
-        lambda rows, capacity: GgmlEngine(path, rows, capacity, threads),
+        lambda rows, capacity: GgmlEngine(path, rows, capacity, threads, **reading),
     )
 
 

@@ -12,7 +12,8 @@ from contextready.model.cache import KVCache
 from contextready.model.context_ready import ContextReady
 from contextready.model.padded import PaddedCache
 from contextready.model.state import State
-from contextready.solve.prefill import PromptReader, prefill
+from contextready.solve.prefill import prefill
+from contextready.solve.prompt_reader import PromptReader
 from contextready.solve.reading import ReadInfo
 
 

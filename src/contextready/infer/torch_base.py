@@ -9,7 +9,7 @@ from torch import Tensor
 from contextready.infer.engine import Logits, check_capacity, check_ids, check_row, check_step
 from contextready.model.context_ready import ContextReady
 from contextready.model.state import State
-from contextready.solve.prefill import PromptReader
+from contextready.solve.prompt_reader import PromptReader
 from contextready.solve.reading import ReadInfo
 
 

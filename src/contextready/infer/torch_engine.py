@@ -17,7 +17,8 @@ from contextready.model.context_ready import ContextReady
 from contextready.model.some_rows import SomeRows, runs_of
 from contextready.model.state import State
 from contextready.model.transformer import Transformer
-from contextready.solve.prefill import PromptReader, buffer_capacity, read_into
+from contextready.solve.prefill import buffer_capacity, read_into
+from contextready.solve.prompt_reader import PromptReader
 from contextready.solve.reading import ReadInfo
 
 CAPACITY_STEP = 256

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf, isnan
+from math import inf, isfinite, isnan
 
 from contextready.errors import ContextReadyError
 
@@ -28,6 +28,14 @@ def estimated_error(changes: Sequence[float]) -> float:
         return inf
     rate = changes[-1] / changes[-2] if len(changes) > 1 and changes[-2] else 1.0
     return min(changes[-1], a_posteriori_bound(rate, changes[-1])) if rate < 1.0 else changes[-1]
+
+
+def all_exact(changes: Sequence[float], tokens: int) -> bool:
+    """Whether this many tokens are exact after these changes of passes 2, 3, …
+
+    They are if T + 1 passes were made and no value overflowed, or if the last pass changed nothing at all.
+    """
+    return bool(changes) and (changes[-1] == 0.0 or (len(changes) == tokens and isfinite(changes[-1])))
 
 
 @dataclass(frozen=True)

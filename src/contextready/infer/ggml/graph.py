@@ -68,6 +68,8 @@ class Buffers:
     """Input: reciprocals of the E/2 rotation angles, float32."""
     carried_PC: Array
     """What the last position passes on to the next one; read, then overwritten."""
+    z_PC: Array
+    """Output of the blocks; the same array as `carried_PC` if that is what is passed on."""
     attended_PC: Array
     """What the heads of a layer return; overwritten by every layer."""
     logits_PV: Array
@@ -76,22 +78,27 @@ class Buffers:
     """Per layer (R, 2H, S, E): the rotated keys of all heads, then the values."""
 
     @classmethod
-    def empty(cls, config: ExportedConfig, rows: int, slots: int) -> "Buffers":
-        """Create buffers for streams before their first token; the system allocates pages on the first write."""
+    def empty(cls, config: ExportedConfig, rows: int, slots: int, places: int) -> "Buffers":
+        """Create buffers for streams before their first token; the system allocates pages on the first write.
+
+        Steps with the head have at most as many places as there are rows.
+        """
         c = config
+        carried_PC = np.zeros((places, c.width), np.float32)
         return cls(
-            np.zeros(rows, np.int32),
-            np.zeros(rows, np.int64),
-            np.zeros((rows, c.head_size // 2), np.float32),
-            np.zeros((rows, c.width), np.float32),
-            np.zeros((rows, c.width), np.float32),
+            np.zeros(places, np.int32),
+            np.zeros(places, np.int64),
+            np.zeros((places, c.head_size // 2), np.float32),
+            carried_PC,
+            np.zeros((places, c.width), np.float32) if carries_residual(c) else carried_PC,
+            np.zeros((places, c.width), np.float32),
             np.zeros((rows, c.vocab_size), np.float32),
             kv=tuple(np.zeros((rows, 2 * c.heads, slots, c.head_size), np.float32) for _ in range(c.layers)),
         )
 
 
 class StepGraph:
-    """One step of some places over the first `slots` slots of their rows, with or without the head."""
+    """One step of some places over the first `slots` slots of their rows, with or without head and correction."""
 
     def __init__(
         self,
@@ -103,10 +110,13 @@ class StepGraph:
         places: int,
         slots: int,
         head: bool,
+        corrected: bool,
         threads: int,
     ) -> None:
         self._ggml, self._config, self._weights, self._buffers = ggml, config, weights, buffers
         self._P, self._S = places, slots
+        # ggml would write past the end of the arrays.
+        assert places <= (len(buffers.logits_PV) if head else len(buffers.tokens_P))
         nodes = 64 + (40 + NODES_PER_PLACE * places) * (config.layers + 2)
         self._context = new_context(ggml, nodes, ggml.ggml_graph_overhead_custom(nodes, False))
         allocator = _allocator(ggml)
@@ -120,7 +130,7 @@ class StepGraph:
         self._stores: list[list[_Store]] = [[] for _ in range(places)]
         # The graph gets complete angles (see `inverse_angles`), so the position that ggml multiplies them by is 1.
         self._one = np.ones(1, np.int32)
-        self._build(head)
+        self._build(head, corrected)
         if not ggml.ggml_gallocr_alloc_graph(allocator, self._graph):
             raise ContextReadyError("There is not enough memory for one step of this model; use fewer rows.")
         self._plan = ggml.ggml_graph_plan(self._graph, threads, None)
@@ -151,12 +161,12 @@ class StepGraph:
         if status != self._ggml.GGML_STATUS_SUCCESS:
             raise ContextReadyError(f"ggml could not compute a step (status {status}); try again with fewer threads.")
 
-    def _build(self, head: bool) -> None:
+    def _build(self, head: bool, corrected: bool) -> None:
         ggml, context, c, buffers, P = self._ggml, self._context, self._config, self._buffers, self._P
         carried_PC = self._wrap(ggml.GGML_TYPE_F32, buffers.carried_PC[:P])
         tokens_P = self._wrap(ggml.GGML_TYPE_I32, buffers.tokens_P[:P])
         e_PC = ggml.ggml_get_rows(context, self._weights["embedding.weight"], tokens_P)
-        x_PC = self._corrected(carried_PC, e_PC)
+        x_PC = self._corrected(carried_PC, e_PC) if corrected else e_PC
         places = _Places(
             masks=[self._wrap(ggml.GGML_TYPE_F16, mask_S[None]) for mask_S in self._masks_PS],
             slots=[self._wrap(ggml.GGML_TYPE_I64, buffers.slots_P[p : p + 1]) for p in range(P)],
@@ -170,8 +180,11 @@ class StepGraph:
             h_PC = ggml.ggml_add(context, a_PC, self._ffn(f"layers.{i}.ffn", self._norm(f"layers.{i}.ffn_norm", a_PC)))
         if c.extra_ffn:
             h_PC = ggml.ggml_add(context, h_PC, self._ffn("extra_ffn", self._norm("extra_norm", h_PC)))
-        residual = find_correction(c.correction).carries_residual
-        left_PC = ggml.ggml_sub(context, h_PC, x_PC) if residual else h_PC
+        left_PC = h_PC
+        if carries_residual(c):
+            z_PC = point(ggml.ggml_cont(context, h_PC), buffers.z_PC.ctypes.data)
+            ggml.ggml_build_forward_expand(self._graph, z_PC)
+            left_PC = ggml.ggml_sub(context, h_PC, x_PC)
         # The last result is written directly into the carried vector, whose old value was read at the start.
         point(left_PC, buffers.carried_PC.ctypes.data)
         ggml.ggml_build_forward_expand(self._graph, left_PC)
@@ -319,6 +332,11 @@ class _Formula:
     @property
     def _last_block(self) -> str:
         return f"layers.{self._graph._config.layers - 1}"
+
+
+def carries_residual(config: ExportedConfig) -> bool:
+    """Whether a position passes on z minus the input of the blocks, instead of z."""
+    return find_correction(config.correction).carries_residual
 
 
 def frequencies(config: ExportedConfig) -> npt.NDArray[np.float64]:
