@@ -149,7 +149,7 @@ def test_an_exported_file_gives_the_same_and_has_no_module(trained, exported):
     with pytest.raises(ContextReadyError, match="no torch module"):
         _ = there.model
     with pytest.raises(ContextReadyError, match="history cannot be chosen"):
-        contextready.load(exported, solver="sweep")
+        contextready.load(exported, history=2)
     with pytest.raises(ContextReadyError, match="only the engine ggml"):
         contextready.load(exported, engine="eager")
 

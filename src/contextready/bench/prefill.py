@@ -66,8 +66,8 @@ def measure_prefill(
 def settle(model: ContextReady) -> float:
     """Make the correction of a random model smaller until passes contract as a trained model's do; returns the factor.
 
-    Random weights do not contract, so parallel passes would go on to T + 1, and sweeps would be given up. A correction
-    without a network of its own stays as it is.
+    Random weights do not contract, so parallel passes would continue to T + 1, and sweeps would be given up. A
+    correction without a network of its own stays as it is.
     """
     correction, factor = model.correction, 1.0
     tokens_1T = torch.randint(model.backbone.head(model.embed(torch.tensor([[0]]))).shape[-1], (1, PROBE))
