@@ -121,6 +121,23 @@ def test_numbers_that_overflow_fall_back_to_one_by_one(tmp_path, monkeypatch):
     assert near(logits, GgmlEngine(path, threads=1).read(0, tokens)[0])
 
 
+def test_what_overflowed_is_not_seen_before_it_is_overwritten(tmp_path):
+    engine, tokens = GgmlEngine(exported(settling(), tmp_path), threads=1), tokens_of(20)
+    expected, _ = engine.read(0, tokens)
+    engine.free(0)
+    for kv in engine._buffers.kv:
+        kv[0] = np.nan
+    assert np.array_equal(engine.read(0, tokens)[0], expected)
+
+
+def test_short_segments_fit_into_a_full_context(tmp_path):
+    path, tokens = exported(settling(), tmp_path), tokens_of(14)
+    engine = GgmlEngine(path, capacity=14, threads=1, solver="sweep", segment=2, tolerance=1e-6)
+    logits, info = engine.read(0, tokens)
+    assert info.solver == "sweep"
+    assert near(logits, GgmlEngine(path, threads=1).read(0, tokens)[0])
+
+
 def test_a_window_is_read_one_by_one(tmp_path):
     path, tokens = exported(settling(window=6), tmp_path), tokens_of(60)
     engine = GgmlEngine(path, threads=1, solver="sweep")

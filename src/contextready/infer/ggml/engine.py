@@ -126,8 +126,9 @@ class GgmlEngine:
             return self._buffers.z_PC[: len(tokens)], self._buffers.carried_PC[: len(tokens)]
 
         def free() -> float:
-            # What this writes is overwritten when the chunk is solved.
-            return self._free_tokens(lambda count: compute([tokens[0]] * count, range(start, start + count), None))
+            # What this writes is overwritten when the chunk is solved, so it must not be longer.
+            most = min(WIDTH, len(tokens))
+            return self._free_tokens(lambda count: compute(tokens[:count], range(start, start + count), None), most)
 
         chunk = PromptChunk(compute, tokens, start, before_C)
         info = solve(chunk, self.config, start, self.reader, free)
@@ -240,11 +241,11 @@ class GgmlEngine:
             buffers.carried_PC[:count] = carried_PC
         graph.run()
 
-    def _free_tokens(self, run: Callable[[int], object]) -> float:
+    def _free_tokens(self, run: Callable[[int], object], most: int) -> float:
         """The number of tokens whose arithmetic takes as long as the fixed cost of a product, measured once."""
         if self._free is None:
-            single, wide = (_seconds(run, count) for count in (1, WIDTH))
-            self._free = max(1.0, single / max((wide - single) / (WIDTH - 1), 1e-9) - 1.0)
+            single, wide = (_seconds(run, count) for count in (1, most))
+            self._free = max(1.0, single / max((wide - single) / (most - 1), 1e-9) - 1.0)
         return self._free
 
     def _graph(self, places: int, slots: int, head: bool, corrected: bool) -> StepGraph:
