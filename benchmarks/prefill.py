@@ -20,7 +20,8 @@ from contextready.data.shards import Data
 from contextready.model.context_ready import ContextReady
 from contextready.runs.checkpoint import open_checkpoint
 from contextready.solve.hardware import free_tokens
-from contextready.solve.prefill import SOLVERS, TOLERANCE, prefill, segment_length
+from contextready.solve.prefill import prefill, segment_length
+from contextready.solve.prompt_reader import SOLVERS, TOLERANCE
 from contextready.solve.sweep import Chunk
 from contextready.solve.unroll import unroll
 

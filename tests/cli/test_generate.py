@@ -210,7 +210,7 @@ def test_quantised_weights_cost_perplexity_and_it_is_said(trained, crt, tmp_path
         (("export", "{run}", "{tmp}/model.gguf", "--type", "q5"), "Unknown type 'q5'"),
         (("export", "{run}", "{tmp}/model.gguf", "--tokens", "-1"), "--tokens must be at least 0"),
         (("generate", "{tmp}/nowhere.gguf", "x"), "nowhere.gguf"),
-        (("generate", "{model}", "x", "--solver", "sweep"), "solver cannot be chosen"),
+        (("generate", "{model}", "x", "--history", "2"), "history cannot be chosen"),
         (("generate", "{model}", "x", "--engine", "eager"), "only the engine ggml runs"),
         (("generate", "{model}", "x", "--context", "4", "--max-tokens", "9"), "do not fit into a context of 4"),
         (("bench", "no-such-model"), "There is no model 'no-such-model'"),

@@ -43,12 +43,18 @@ class StateEngine:
         info = ReadInfo("sequential", len(tokens), 0.0, 1.0, None, None, (), exact=True, note=f"row {row}")
         return self.buffer_RV[0], info
 
-    def step(self, tokens):
-        assert len(tokens) == self.rows
-        self.steps.append(list(tokens))
-        for row, token in enumerate(tokens):
-            self.buffer_RV[row] = self._advance(row, [token])
-        return self.buffer_RV
+    def append(self, row, tokens):
+        return self.read(row, tokens)[1]
+
+    def step(self, tokens, rows=None):
+        rows = range(self.rows) if rows is None else rows
+        self.steps.append(dict(zip(rows, tokens, strict=True)))
+        for i, (row, token) in enumerate(self.steps[-1].items()):
+            self.buffer_RV[i] = self._advance(row, [token])
+        return self.buffer_RV[: len(tokens)]
+
+    def free(self, row):
+        self.load(row, None)
 
     def state(self, row):
         return self.states[row].clone()
@@ -91,8 +97,14 @@ class Scripted:
     def read(self, row, tokens):
         return self._next(row), ReadInfo("sequential", len(tokens), 0.0, 1.0, None, None, (), exact=True)
 
-    def step(self, tokens):
-        return np.stack([self._next(row) for row in range(self.rows)])
+    def append(self, row, tokens):
+        return self.read(row, tokens)[1]
+
+    def free(self, row):
+        self.load(row, None)
+
+    def step(self, tokens, rows=None):
+        return np.stack([self._next(row) for row in (range(self.rows) if rows is None else rows)])
 
     def _next(self, row):
         logits_V = np.zeros(self.vocab_size, dtype=np.float32)
@@ -236,7 +248,7 @@ def test_a_rolled_back_state_goes_on_from_there():
     assert changed.tokens != again.tokens
 
 
-def test_the_state_of_a_row_that_ends_early_is_taken_before_it_is_stepped_on():
+def test_a_row_that_ends_early_is_not_stepped_on():
     plain, *others = (alone(prompt, max_tokens=12).tokens for prompt in PROMPTS[::-1])
     end = 3
     assert plain.index(end) == 5
@@ -245,7 +257,8 @@ def test_the_state_of_a_row_that_ends_early_is_taken_before_it_is_stepped_on():
     early, *rest = generate(engine, PROMPTS[::-1], GREEDY, max_tokens=12, stop_tokens=[end], keep_states=True)
     assert (early.tokens, early.finish, early.unread) == (plain[:6], "stop", end)
     assert early.state.position == len(PROMPTS[2]) + 5
-    assert engine.position(0) == len(PROMPTS[2]) + 11
+    assert engine.position(0) == len(PROMPTS[2]) + 5
+    assert [sorted(step) for step in engine.steps] == [[0, 1, 2]] * 5 + [[1, 2]] * 6
     (after,) = generate(StateEngine(MODEL, 1), [[end]], GREEDY, max_tokens=6, states=[early.state])
     assert after.tokens == plain[6:]
     assert [completion.finish for completion in rest] == ["length"] * 2
@@ -286,13 +299,14 @@ def test_pieces_come_as_they_are_made_and_the_last_holds_the_whole():
         assert [p.top for p in mine] == completion.top_logprobs
 
 
-def test_rows_without_a_prompt_start_afresh_and_change_nothing():
+def test_rows_without_a_prompt_stay_as_they_are():
     engine = StateEngine(MODEL, 3, capacity=12)
     for _ in range(12):
         engine.step([1, 1, 1])
     (completion,) = generate(engine, [PROMPTS[0]], GREEDY, max_tokens=8)
     assert completion.tokens == alone(PROMPTS[0], max_tokens=8).tokens
-    assert [engine.position(row) for row in range(3)] == [12, 7, 7]
+    assert [engine.position(row) for row in range(3)] == [12, 12, 12]
+    assert engine.loads == 1
 
 
 def test_capacity_holds_everything_but_the_last_token():
@@ -415,6 +429,6 @@ def test_bad_input_is_refused_at_once(changes, says):
 
 def test_logits_that_are_no_numbers_are_refused():
     engine = StateEngine(MODEL, 1)
-    engine.step = lambda tokens: np.full((1, 23), np.nan)
+    engine.step = lambda tokens, rows: np.full((1, 23), np.nan)
     with pytest.raises(ContextReadyError, match="not finite"):
         generate(engine, [[1]], GREEDY, max_tokens=3)

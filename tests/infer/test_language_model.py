@@ -148,8 +148,8 @@ def test_an_exported_file_gives_the_same_and_has_no_module(trained, exported):
     assert there.score("river stone").logprobs == pytest.approx(here.score("river stone").logprobs, abs=1e-3)
     with pytest.raises(ContextReadyError, match="no torch module"):
         _ = there.model
-    with pytest.raises(ContextReadyError, match="solver cannot be chosen"):
-        contextready.load(exported, solver="sweep")
+    with pytest.raises(ContextReadyError, match="history cannot be chosen"):
+        contextready.load(exported, history=2)
     with pytest.raises(ContextReadyError, match="only the engine ggml"):
         contextready.load(exported, engine="eager")
 

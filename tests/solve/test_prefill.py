@@ -9,7 +9,8 @@ from prefill_helpers import STEP, assert_same_state, largest_error, largest_norm
 
 from contextready import ContextReadyError, ModelConfig, build_model
 from contextready.solve import hardware
-from contextready.solve.prefill import FEWEST_SEGMENTS, SHORTEST_SEGMENT, SOLVERS, TOLERANCE, prefill
+from contextready.solve.prefill import prefill
+from contextready.solve.prompt_reader import FEWEST_SEGMENTS, SHORTEST_SEGMENT, SOLVERS, TOLERANCE
 from contextready.solve.reading import ReadInfo
 
 

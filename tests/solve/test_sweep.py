@@ -9,7 +9,7 @@ from prefill_helpers import STEP, assert_same_state, chunk_of, largest_error, re
 
 from contextready.solve.prefill import FEWEST_SEGMENTS, SHORTEST_SEGMENT, WIDTH, prefill, segment_length
 from contextready.solve.reading import estimated_error
-from contextready.solve.sweep import break_even_sweeps, solve_by_sweeps, sweeps_left
+from contextready.solve.sweeping import break_even_sweeps, solve_by_sweeps, sweeps_left
 
 
 @pytest.fixture(autouse=True)

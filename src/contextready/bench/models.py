@@ -1,4 +1,4 @@
-"""The models of a benchmark: loaded or created with random weights; prompt reading and memory are measured here."""
+"""The models of a benchmark, loaded or created with random weights, and what their weights and states take."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -18,7 +18,6 @@ from contextready.model.cost import Account, account
 from contextready.runs.catalog import entries
 from contextready.runs.checkpoint import Checkpoint, data_of, open_checkpoint
 from contextready.settings import build_settings
-from contextready.solve.prefill import SOLVERS, prefill
 
 FLOAT = 4
 """Bytes of a number in fp32."""
@@ -35,6 +34,8 @@ class BenchModel(NamedTuple):
     """The model, or an exported file."""
     text: torch.Tensor | None
     """Token ids of real text to read, if the model's training data is still available."""
+    is_random: bool = False
+    """Whether the weights are random, as for the models of the paper."""
 
 
 def open_models(words: Sequence[str], tokens: int = 0) -> list[BenchModel]:
@@ -56,9 +57,10 @@ def open_models(words: Sequence[str], tokens: int = 0) -> list[BenchModel]:
         ways.append((path, account(checkpoint.native_config), checkpoint.model, checkpoint))
     for entry in entries(named) if named else []:
         ways.append((entry.name, entry.account, partial(_random_model, entry.account.config), None))
+    known = {*files, *paths}
     _check_memory([cost for _, cost, _, _ in ways], tokens)
     return [
-        BenchModel(label, cost, build(), None if checkpoint is None else _text(checkpoint))
+        BenchModel(label, cost, build(), None if checkpoint is None else _text(checkpoint), label not in known)
         for label, cost, build, checkpoint in ways
     ]
 
@@ -76,25 +78,6 @@ def _check_memory(costs: Sequence[Account], tokens: int) -> None:
     what = "This model" if len(costs) == 1 else "These models together"
     check_memory(weights, what, "name fewer or smaller models.")
     check_memory(weights + caches, f"{what} with the cache", "lower --contexts, --tokens or the window.")
-
-
-def measure_prefill(one: BenchModel, lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """Time every solver on prompts of these lengths; returns nothing for a transformer or an exported file."""
-    if isinstance(one.model, Path) or not one.model.is_recurrent:
-        return []
-    records = []
-    for length in lengths:
-        if one.text is not None and len(one.text) >= length:
-            tokens_1T = one.text[None, :length]
-        else:
-            tokens_1T = torch.randint(one.account.config.vocab_size, (1, length))
-        for solver in SOLVERS:
-            prefill(one.model, tokens_1T, solver=solver)
-            info = prefill(one.model, tokens_1T, solver=solver).info
-            records.append(
-                {"label": one.label, "asked": solver, "cost": info.cost, "certificate": info.certificate} | asdict(info)
-            )
-    return records
 
 
 def memory_record(one: BenchModel, context: int) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """`crt bench`: measures decoding, prompt reading and memory, and shows tables, a JSON document or a plot."""
 
 import argparse
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,9 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from contextready.cli.console import make_console
 from contextready.cli.options import Verbs, parse_numbers, verb, whole_number
+from contextready.cli.progress import ProgressReport
 from contextready.errors import ContextReadyError, nearest
 from contextready.files import to_json
-from contextready.formats.limits import check_count, shown
+from contextready.formats.limits import check_count, check_range, shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,6 +31,8 @@ LONGEST = 2**24
 """The longest context or prompt in tokens."""
 MOST = {"tokens": 10**6, "rounds": 10**5, "threads": 512}
 """The largest value of each number; ggml runs at most 512 threads."""
+LONGEST_WAIT = 1e6
+"""The largest limit on reading a prompt, in seconds."""
 BOUND = 0.7
 """From this fraction of the bandwidth on, decoding counts as limited by memory."""
 CACHED = 1.1
@@ -59,13 +61,26 @@ def add(verbs: Verbs) -> None:
     bench.add_argument("--tokens", type=whole_number, default=32, help="number of tokens timed per round")
     bench.add_argument("--rounds", type=whole_number, default=5, help="number of rounds")
     bench.add_argument(
-        "--threads", type=whole_number, default=os.cpu_count() or 1, help="number of threads (default: all cores)"
+        "--threads",
+        type=whole_number,
+        help="number of threads (default: the fastest for the widest model, by a short measurement)",
     )
     bench.add_argument(
         "--peers", action="store_true", help="compare every transformer with Hugging Face and llama.cpp models"
     )
     bench.add_argument(
-        "--prefill", default="", metavar="LENGTHS", help="time every solver on prompts of these lengths, e.g. 128,256"
+        "--prefill",
+        default="",
+        metavar="LENGTHS",
+        help="time every solver on prompts of these lengths, e.g. 128,256; random weights do not contract, so the "
+        "correction of a model without training is made smaller for this until they do",
+    )
+    bench.add_argument(
+        "--prefill-limit",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="cut off the reading of a prompt after this many seconds (default: 60)",
     )
     bench.add_argument("--plot", type=Path, help="write a plot to this file: .png, .svg or .pdf")
     bench.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
@@ -83,6 +98,7 @@ def _run(options: argparse.Namespace) -> None:
         threads=options.threads,
         peers=options.peers,
         prefill=parse_numbers("--prefill", options.prefill, "256,1024", LONGEST, may_be_empty=True),
+        prefill_limit=options.prefill_limit,
     )
     run_bench(bench, options.json, options.plot)
 
@@ -96,18 +112,21 @@ class Bench(NamedTuple):
     contexts: Sequence[int]
     tokens: int
     rounds: int
-    threads: int
+    threads: int | None
     peers: bool
     prefill: Sequence[int]
+    prefill_limit: float = 60.0
 
 
 def run_bench(bench: Bench, as_json: bool = False, plot: Path | None = None) -> None:
     """Measure, then print tables or one JSON document, and write the plot."""
     import torch
 
-    from contextready.bench.models import measure_prefill, memory_record, open_models
+    from contextready.bench.models import memory_record, open_models
     from contextready.bench.plot import draw
+    from contextready.bench.prefill import measure_prefill
     from contextready.bench.race import race
+    from contextready.infer.threads import torch_threads
     from contextready.plotting import check_picture
 
     _check(bench)
@@ -115,20 +134,26 @@ def run_bench(bench: Bench, as_json: bool = False, plot: Path | None = None) -> 
         # Refused before measuring, which takes minutes.
         check_picture(plot)
     console, messages = make_console(tables=True, file_width=FILE_WIDTH), make_console(stderr=True)
-    torch.set_num_threads(bench.threads)
     with messages.status("building models") as status, tempfile.TemporaryDirectory() as scratch, torch.inference_mode():
         models = open_models(bench.what or PAIRS, max(bench.contexts) + bench.tokens)
-        contestants = _contestants(bench, models, Path(scratch))
+        threads = bench.threads or torch_threads(max(one.account.config.width for one in models))
+        torch.set_num_threads(threads)
+        contestants = _contestants(bench, models, threads, Path(scratch))
         timings, bandwidth = race(contestants, bench.contexts, bench.tokens, bench.rounds, status.update)
         for contestant in contestants:
             contestant.close()
-        read = [record for one in models for record in measure_prefill(one, bench.prefill)]
+    with ProgressReport("tokens") as progress, torch.inference_mode():
+        read = [
+            record
+            for one in models
+            for record in measure_prefill(one, bench.prefill, bench.prefill_limit, progress.advance)
+        ]
     if as_json:
         memory = [memory_record(one, context) for one in models for context in bench.contexts]
         decoded = [asdict(t) | {"tokens_per_second": t.tokens_per_second} for t in timings]
         print(to_json({"bandwidth": bandwidth, "decode": decoded, "prefill": read, "memory": memory}))
     else:
-        print_decode(console, timings, bandwidth, bench.threads)
+        print_decode(console, timings, bandwidth, threads)
         print_memory(console, models, bench.contexts, bench.precisions)
         print_prefill(console, read)
     if plot is not None:
@@ -136,10 +161,10 @@ def run_bench(bench: Bench, as_json: bool = False, plot: Path | None = None) -> 
         messages.print(f"Wrote {plot}.")
 
 
-def _contestants(bench: Bench, models: "Sequence[BenchModel]", scratch: Path) -> "list[Contestant]":
+def _contestants(bench: Bench, models: "Sequence[BenchModel]", threads: int, scratch: Path) -> "list[Contestant]":
     from contextready.bench.race import Hardware, engine_contestants, peer_contestants
 
-    hardware = Hardware(max(bench.contexts) + bench.tokens + 8, bench.threads, scratch)
+    hardware = Hardware(max(bench.contexts) + bench.tokens + 8, threads, scratch)
     contestants: list[Contestant] = []
     for one in models:
         contestants += engine_contestants(
@@ -235,11 +260,25 @@ def print_prefill(console: "Console", read: Sequence[dict[str, Any]]) -> None:
             f"{one['tokens']:,}",
             f"{1e3 * one['seconds']:.1f}",
             f"{one['tokens'] / one['seconds']:.0f}",
-            f"{one['cost']:.2f}",
-            "exact" if one["exact"] else f"{one['certificate']:.1e}",
+            "–" if one["cost"] is None else f"{one['cost']:.2f}",
+            _error(one),
             one["note"],
         )
     console.print(table)
+    scaled = {one["label"]: one["correction_factor"] for one in read if one["correction_factor"] != 1.0}
+    if scaled:
+        factors = ", ".join(f"{label} by {factor:g}" for label, factor in scaled.items())
+        console.print(
+            "Random weights do not contract. For this table, corrections were multiplied until they do, as trained "
+            f"ones: {factors}."
+        )
+
+
+def _error(one: dict[str, Any]) -> str:
+    """The estimated error of a prompt that was read, as text."""
+    if one["certificate"] is None:
+        return "–"
+    return "exact" if one["exact"] else f"{one['certificate']:.1e}"
 
 
 def _check(bench: Bench) -> None:
@@ -255,5 +294,7 @@ def _check(bench: Bench) -> None:
             check_count(f"--{option}", value, 1, LONGEST)
     if not bench.contexts:
         raise ContextReadyError("--contexts is empty; give at least one context length, for example 256.")
+    check_range("--prefill-limit", bench.prefill_limit, 0.1, LONGEST_WAIT)
     for option, most in MOST.items():
-        check_count(f"--{option}", getattr(bench, option), 1, most)
+        if getattr(bench, option) is not None:
+            check_count(f"--{option}", getattr(bench, option), 1, most)

@@ -112,7 +112,9 @@ def add(verbs: Verbs) -> None:
         "--engine", metavar="NAME", help="eager or compiled; exported files run on ggml (default: eager)"
     )
     generate.add_argument(
-        "--solver", metavar="NAME", help="how prompts are read: sweep, jacobi or sequential (default: sweep)"
+        "--solver",
+        metavar="NAME",
+        help="how prompts are read: sweep, jacobi or sequential (default: sweep, or sequential for exported files)",
     )
     generate.add_argument(
         "--tolerance", type=float, metavar="E", help="relative error at which sweep and jacobi stop (default: 0.05)"
@@ -133,7 +135,7 @@ def add(verbs: Verbs) -> None:
         metavar="N",
         help="tokens by which a saved session can be rolled back (default: 1)",
     )
-    generate.add_argument("--threads", type=whole_number, metavar="N", help="CPU threads (default: all cores)")
+    generate.add_argument("--threads", type=whole_number, metavar="N", help="CPU threads (default: measured)")
     generate.add_argument("--device", metavar="NAME", default="auto", help="cpu, cuda, mps or auto")
     generate.add_argument("--stats", action="store_true", help="report on stderr how prompts were read, and the speed")
     generate.add_argument("--json", action="store_true", help="print one JSON object per completion and line")

@@ -48,11 +48,13 @@ class ProgressReport:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        self._finish()
         self._bar.stop()
 
     def advance(self, stage: str, total: int | None, done: int) -> None:
         """Count `done` more units in this stage; `total` is None when the size is unknown."""
         if stage not in self._tasks:
+            self._finish()
             self._tasks[stage] = self._bar.add_task(stage, total=total)
         self._bar.advance(self._tasks[stage], done)
         if self.console.is_terminal or time.monotonic() < self._printed + EVERY:
@@ -61,6 +63,12 @@ class ProgressReport:
         task = next(task for task in self._bar.tasks if task.id == self._tasks[stage])
         of = "" if not total else f" of {self._amount(total)} ({100 * task.completed / total:.0f} %)"
         self.console.print(f"{stage}: {self._amount(int(task.completed))}{of}", soft_wrap=True)
+
+    def _finish(self) -> None:
+        """Fill the bars of earlier stages whose size was not known."""
+        for task in self._bar.tasks:
+            if task.total is None:
+                self._bar.update(task.id, total=task.completed)
 
     def _amount(self, number: int) -> str:
         return f"{number / 1e6:,.1f} MB" if self.unit == "bytes" else f"{number:,} tokens"

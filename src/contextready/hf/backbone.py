@@ -11,9 +11,11 @@ from transformers.cache_utils import DynamicCache
 
 from contextready.errors import ContextReadyError
 from contextready.hf.cache import Feed, as_dynamic
+from contextready.hf.padding import pads_exactly
 from contextready.hf.structure import Structure, block_output, find_blocks
 from contextready.model.cache import KVCache
 from contextready.model.checks import check_tokens
+from contextready.model.padded import PaddedCache
 
 
 class HFBackbone(nn.Module):
@@ -64,15 +66,24 @@ class HFBackbone(nn.Module):
         e_BTC: Tensor = self.lm.get_input_embeddings()(tokens_BT)
         return e_BTC
 
-    def blocks(self, x_BTC: Tensor, past: Feed | KVCache | None = None) -> tuple[Tensor, Any]:
+    @cached_property
+    def steps_rows_together(self) -> bool:
+        """Whether rows at different positions can be stepped in one forward, with a `PaddedCache`; tried once."""
+        return pads_exactly(self)
+
+    def blocks(self, x_BTC: Tensor, past: Feed | KVCache | PaddedCache | None = None) -> tuple[Tensor, Any]:
         """Run the D blocks; returns z (B, T, C), before the final norm, and the cache after these tokens.
 
-        A `KVCache` is a value and is not modified. The cache of a `Feed` is written in place, again by every pass.
+        A `KVCache` or `PaddedCache` is a value and is not modified. The cache of a `Feed` is written in place, again by
+        every pass.
         """
         T = x_BTC.shape[1]
         arguments: dict[str, Any]
         if isinstance(past, Feed):
             arguments = past.begin()
+        elif isinstance(past, PaddedCache):
+            arguments = {"past_key_values": as_dynamic(past), "use_cache": True, "position_ids": past.positions_B1}
+            arguments["attention_mask"] = past.mask_BS
         elif past is not None:
             positions_1T = torch.arange(past.position, past.position + T, device=x_BTC.device)[None]
             arguments = {"past_key_values": as_dynamic(past), "use_cache": True, "position_ids": positions_1T}
@@ -95,8 +106,8 @@ class HFBackbone(nn.Module):
         if isinstance(past, Feed):
             past.outputs = outputs
         elif past is not None:
-            layers = arguments["past_key_values"].layers
-            return z_BTC, past.advanced([(layer.keys, layer.values) for layer in layers], T)
+            layers = [(layer.keys, layer.values) for layer in arguments["past_key_values"].layers]
+            return z_BTC, past.advanced(layers) if isinstance(past, PaddedCache) else past.advanced(layers, T)
         return z_BTC, past
 
     def head(self, z_BTC: Tensor) -> Tensor:

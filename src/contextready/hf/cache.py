@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLa
 
 from contextready.errors import ContextReadyError
 from contextready.model.cache import KVCache
+from contextready.model.padded import PaddedCache
 
 HISTORY = 32
 """Number of newest tokens that can always be cropped. All tokens of the newest forward can be cropped too."""
@@ -165,8 +166,8 @@ class Feed:
         return {"past_key_values": self.cache, "use_cache": self.cache is not None, **self.arguments}
 
 
-def as_dynamic(past: KVCache) -> Cache:
-    """Create a Hugging Face cache with the contents of a `KVCache`; writing to it does not change the value."""
+def as_dynamic(past: KVCache | PaddedCache) -> Cache:
+    """Create a Hugging Face cache with the contents of such a value; writing to it does not change the value."""
     cache = DynamicCache()
     # Layers have no window: the model's own mask hides older tokens, and any token can be rolled back.
     for keys, values in past.layers:

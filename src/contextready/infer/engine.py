@@ -39,14 +39,24 @@ class Engine(Protocol):
     def read(self, row: int, tokens: Sequence[int]) -> tuple[Logits, ReadInfo]:
         """Append a prompt to a row; returns logits (V,) after its last token."""
 
-    def step(self, tokens: Sequence[int]) -> Logits:
-        """Read one token in every row; returns logits (rows, V), which the next call may overwrite."""
+    def append(self, row: int, tokens: Sequence[int]) -> ReadInfo:
+        """Append tokens to a row as `read` does, without computing logits: for all pieces of a prompt but the last."""
+
+    def step(self, tokens: Sequence[int], rows: Sequence[int] | None = None) -> Logits:
+        """Read one token in each of these rows, by default in all of them; the others stay as they are.
+
+        Returns logits (tokens, V) in the order of the tokens, which the next call may overwrite. Every row gets what it
+        would get alone, up to rounding.
+        """
 
     def state(self, row: int) -> "State":
         """The state of a row, as a value that shares no memory with the engine."""
 
     def load(self, row: int, state: "State | None") -> None:
         """Continue a row from a state with one row of this model; None starts before the first token."""
+
+    def free(self, row: int) -> None:
+        """Forget what a row has read, so that it starts before the first token again."""
 
     def copy_row(self, source: int, target: int) -> None:
         """Make one row continue from where another is."""
@@ -72,11 +82,23 @@ def check_ids(tokens: Sequence[int], vocab_size: int) -> None:
         )
 
 
-def check_step(tokens: Sequence[int], rows: int, vocab_size: int) -> None:
-    """Refuse a step without exactly one valid token per row."""
-    if len(tokens) != rows:
-        raise ContextReadyError(f"{len(tokens)} tokens were passed for {rows} rows; pass one per row.")
+def check_row(row: int, rows: int) -> None:
+    """Refuse a row that the engine does not have."""
+    if not 0 <= row < rows:
+        raise ContextReadyError(f"There is no row {row}; this engine has rows 0 to {rows - 1}.")
+
+
+def check_step(tokens: Sequence[int], rows: Sequence[int] | None, count: int, vocab_size: int) -> Sequence[int]:
+    """Return the rows of a step, which are all `count` if none are named; refuse anything but one token per row."""
+    stepping = range(count) if rows is None else rows
+    if len(tokens) != len(stepping):
+        raise ContextReadyError(f"{len(tokens)} tokens were passed for {len(stepping)} rows; pass one per row.")
+    if len(set(stepping)) < len(stepping):
+        raise ContextReadyError(f"A step reads one token per row, but rows are repeated in {list(stepping)}.")
+    for row in stepping if rows is not None else ():
+        check_row(row, count)
     check_ids(tokens, vocab_size)
+    return stepping
 
 
 def check_threads(name: str, threads: int | None) -> None:

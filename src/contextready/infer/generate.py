@@ -128,9 +128,9 @@ def generate_pieces(
 ) -> Iterator[Piece]:
     """Read each prompt once, continue every sample of it in its own row, and yield the tokens as they are chosen.
 
-    All rows of the engine are overwritten, including unused ones. With `states[i]`, prompt i continues the tokens that
-    this state has read. Those tokens are not known here, so the repetition penalty does not see them. Nothing is read
-    until the first piece is requested.
+    The first rows of the engine are overwritten, one for each completion, and the others stay as they are. With
+    `states[i]`, prompt i continues the tokens that this state has read. Those tokens are not known here, so the
+    repetition penalty does not see them. Nothing is read until the first piece is requested.
     """
     samples = settings.samples
     _check_engine(engine, len(prompts), settings)
@@ -221,23 +221,20 @@ def _run(
     rows: list[_Row],
     settings: GenerationSettings,
 ) -> Iterator[Piece]:
-    """Read the prompts, then step all rows together until the last one has finished."""
+    """Read the prompts, then step the rows together; a row that has finished is not stepped on."""
     logits_RV, reads = _read(engine, prompts, states, len(rows) // len(prompts))
-    while True:
-        for r, row in enumerate(rows):
-            if row.finish is not None:
-                continue
-            piece = row.extend(logits_RV[r], settings)
+    running = list(range(len(rows)))
+    while running:
+        for logits_V, r in zip(logits_RV, running, strict=True):
+            row = rows[r]
+            piece = row.extend(logits_V, settings)
             if piece.finish is not None:
-                # Take the state now: later steps still feed this row, because all rows step together.
                 state = engine.state(r) if settings.keep_states else None
                 piece = replace(piece, completion=row.completion(piece.finish, state, reads[row.prompt]))
             yield piece
-        if all(row.finish is not None for row in rows):
-            return
-        # Every step takes a token for every row. A finished row repeats its last one, and a row without a prompt reads
-        # id 0. Neither overflows, because no row steps more often than the longest completion needs.
-        logits_RV = engine.step([row.pieces[-1].token for row in rows] + [0] * (engine.rows - len(rows)))
+        running = [r for r in running if rows[r].finish is None]
+        if running:
+            logits_RV = engine.step([rows[r].pieces[-1].token for r in running], running)
 
 
 def _read(
@@ -249,8 +246,6 @@ def _read(
     """Read each prompt into the first of its rows and copy it to the others; returns logits of every row in use."""
     for i, state in enumerate(states):
         engine.load(i * samples, state)
-    for row in range(len(prompts) * samples, engine.rows):
-        engine.load(row, None)
     logits: list[Logits] = []
     reads = []
     for i, prompt in enumerate(prompts):

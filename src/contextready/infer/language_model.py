@@ -197,7 +197,9 @@ def load(
     """Load a run, a checkpoint, a Hugging Face folder or an exported .gguf file.
 
     `engine` is `eager` (the default) or `compiled`; an exported file always runs on `ggml` and does not import torch.
-    `reading` says how prompts are read (solver, tolerance, chunk) and how far states can be rolled back (history).
+    `threads` is the number of CPU threads, for PyTorch of the whole process; by default a measurement of milliseconds
+    chooses it. `reading` says how prompts are read (solver, tolerance, chunk) and, except for exported files, how far
+    states can be rolled back (history). Exported files read one token at a time unless another solver is chosen.
     """
     path = Path(path)
     if engine is not None and engine not in ENGINES:
@@ -206,18 +208,18 @@ def load(
     if path.suffix == EXPORTED:
         if engine not in (None, "ggml"):
             raise ContextReadyError(f"{path} is an exported file, which only the engine ggml runs; choose no engine.")
-        if reading:
+        if "history" in reading:
             raise ContextReadyError(
-                f"An exported file reads prompts one token at a time, so {', '.join(reading)} cannot be chosen; "
-                "leave it out, or use the run or checkpoint."
+                "An exported file keeps a history of 1, so history cannot be chosen; leave it out, or use the run or "
+                "checkpoint."
             )
-        return _load_exported(path, threads)
+        return _load_exported(path, threads, reading)
     if engine == "ggml":
         raise ContextReadyError(f"The engine ggml runs exported files; create one with: crt export {path} model.gguf")
     return _load_checkpoint(path, engine or "eager", threads, device, reading)
 
 
-def _load_exported(path: Path, threads: int | None) -> LanguageModel:
+def _load_exported(path: Path, threads: int | None, reading: dict[str, Any]) -> LanguageModel:
     from contextready.infer.ggml.engine import GgmlEngine
     from contextready.infer.ggml.file import read_gguf
 
@@ -226,7 +228,7 @@ def _load_exported(path: Path, threads: int | None) -> LanguageModel:
         path,
         exported.tokenizer(),
         exported.trained_length,
-        lambda rows, capacity: GgmlEngine(path, rows, capacity, threads),
+        lambda rows, capacity: GgmlEngine(path, rows, capacity, threads, **reading),
     )
 
 
@@ -237,14 +239,16 @@ def _load_checkpoint(
 
     from contextready.data.tokenizer import Tokenizer
     from contextready.device import find_device
+    from contextready.infer.threads import torch_threads
     from contextready.infer.torch_engine import torch_engine
     from contextready.runs.checkpoint import open_trained
 
     checkpoint = open_trained(path)
     checkpoint.must_have_learned_text()
-    model, tokenizer = checkpoint.model().to(find_device(device)), Tokenizer.load(checkpoint.folder)
-    if threads is not None:
-        torch.set_num_threads(threads)
+    where = find_device(device)
+    model, tokenizer = checkpoint.model().to(where), Tokenizer.load(checkpoint.folder)
+    if threads is not None or where.type == "cpu":
+        torch.set_num_threads(threads or torch_threads(model.backbone.width))
 
     def make(rows: int, capacity: int) -> Engine:
         return torch_engine(model, engine, rows=rows, capacity=capacity, **reading)

@@ -1,28 +1,30 @@
-"""PyTorch engines: `eager` and `compiled` step in static buffers; `StateEngine` works with any other backbone."""
+"""PyTorch engines: `eager` and `compiled` step in static buffers; other backbones are stepped by `StateEngine`."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from contextready.errors import ContextReadyError, nearest
-from contextready.infer.engine import Engine, Logits, check_capacity, check_ids, check_step
+from contextready.infer.captured import captured
+from contextready.infer.engine import Engine, check_capacity, check_row
+from contextready.infer.state_engine import StateEngine
+from contextready.infer.torch_base import TorchEngine
+from contextready.model.buffer import Places
 from contextready.model.cache import KVCache
 from contextready.model.context_ready import ContextReady
+from contextready.model.some_rows import SomeRows, runs_of
 from contextready.model.state import State
 from contextready.model.transformer import Transformer
-from contextready.solve.prefill import PromptReader, buffer_capacity, prefill, read_into
+from contextready.solve.prefill import buffer_capacity, read_into
+from contextready.solve.prompt_reader import PromptReader
 from contextready.solve.reading import ReadInfo
 
 CAPACITY_STEP = 256
 """Buffer sizes are multiples of this, so that engines of similar capacity share a compiled graph."""
-
-COMPILED_SHAPES = 1024
-"""Maximum number of shapes compiled in one process."""
+RUNS = 64
+"""Runs of neighbouring rows whose views of the buffer are kept."""
 
 
 def torch_engine(
@@ -45,57 +47,7 @@ def torch_engine(
     return StateEngine(model, rows, capacity, history, reader)
 
 
-class _TorchEngine(ABC):
-    """What both engines share: a state in and out of each row, and how a prompt is read into it."""
-
-    name = "eager"
-
-    def __init__(self, model: ContextReady, rows: int, capacity: int, history: int, reader: PromptReader) -> None:
-        self.model, self.rows, self.history, self.reader = model, rows, history, reader
-        weight = next(model.backbone.parameters())
-        self.device = weight.device
-        self.capacity: int | None = capacity
-        with torch.no_grad():
-            z_11C = weight.new_zeros(1, 1, model.backbone.width)
-            self.vocab_size: int = model.backbone.head(z_11C).shape[-1]
-
-    @torch.no_grad()
-    def read(self, row: int, tokens: Sequence[int]) -> tuple[Logits, ReadInfo]:
-        """Append a prompt to a row; returns logits (V,) after its last token."""
-        check_ids(tokens, self.vocab_size)
-        check_capacity(self.capacity, self.position(row) + len(tokens))
-        z_11C, info = self._read(row, torch.tensor([list(tokens)], device=self.device))
-        return _numpy(self.model.backbone.head(z_11C)[0, 0]), info
-
-    @abstractmethod
-    def _read(self, row: int, tokens_1T: Tensor) -> tuple[Tensor, ReadInfo]:
-        """Read tokens into a row; returns z of the last one."""
-
-    @abstractmethod
-    def position(self, row: int) -> int:
-        """Number of tokens that this row has read."""
-
-    @abstractmethod
-    def state(self, row: int) -> State:
-        """The state of a row, as a value that shares no memory with the engine."""
-
-    @abstractmethod
-    def load(self, row: int, state: State | None) -> None:
-        """Continue a row from a state with one row; None starts before the first token."""
-
-    def copy_row(self, source: int, target: int) -> None:
-        """Make one row continue from where another is."""
-        self.load(target, self.state(source))
-
-    def _checked(self, state: State | None) -> State:
-        if state is None:
-            return self.model.init_state(1, self.history)
-        width, weight = self.model.backbone.width, next(self.model.backbone.parameters())
-        self.model.check_state(state, weight.new_empty(1, 1, width))
-        return state
-
-
-class BufferEngine(_TorchEngine):
+class BufferEngine(TorchEngine):
     """All rows in one static buffer, each at its own position, so shapes never change."""
 
     def __init__(
@@ -115,32 +67,38 @@ class BufferEngine(_TorchEngine):
         self.known = [1] * rows
         """How many of a row's newest carried vectors are valid; fewer after a rollback."""
         self.name = "compiled" if compiled else "eager"
-        self._step: Callable[[Tensor], Tensor] = _captured(self._next) if compiled else self._next_over_used_slots
+        self._compiled = captured(self._step_active) if compiled else None
+        self._run_of_rows = lru_cache(maxsize=RUNS)(self.buffer.run)
 
     def position(self, row: int) -> int:
         """Number of tokens that this row has read."""
         return self.read_tokens[row]
 
-    @torch.no_grad()
-    def step(self, tokens: Sequence[int]) -> Logits:
-        """Read one token in every row; returns logits (rows, V)."""
-        check_step(tokens, self.rows, self.vocab_size)
-        check_capacity(self.capacity, max(self.read_tokens) + 1)
-        logits_BV = self._step(torch.tensor(tokens, device=self.device)[:, None])
-        self.read_tokens = [position + 1 for position in self.read_tokens]
-        self.known = [min(known, self.history) + 1 for known in self.known]
-        return _numpy(logits_BV)
+    def _step(self, rows: list[int], tokens: list[int]) -> Tensor:
+        if self._compiled is not None:
+            at_B1 = [[-1] for _ in range(self.rows)]
+            for row, token in zip(rows, tokens, strict=True):
+                at_B1[row] = [token]
+            logits_RV = self._compiled(torch.tensor(at_B1, device=self.device))
+            logits_RV = logits_RV if len(rows) == self.rows else logits_RV[rows]
+        else:
+            logits_RV = self._step_rows(rows, torch.tensor(tokens, device=self.device)[:, None])
+        for row in rows:
+            self.read_tokens[row] += 1
+            self.known[row] = min(self.known[row], self.history) + 1
+        return logits_RV
 
     @torch.no_grad()
     def state(self, row: int) -> State:
         """The state of a row, as a value that shares no memory with the engine."""
+        check_row(row, self.rows)
         cache = self.buffer.cache(row, self.read_tokens[row], self.history)
         return State(cache, self.carried_BRC[row : row + 1, -self.known[row] :].clone(), self.history)
 
     @torch.no_grad()
     def load(self, row: int, state: State | None) -> None:
         """Continue a row from a state with one row; None starts before the first token."""
-        state = self._checked(state)
+        state = self.checked(row, state)
         assert isinstance(state.cache, KVCache)
         check_capacity(self.capacity, state.position)
         self.buffer.load(row, state.cache)
@@ -170,91 +128,39 @@ class BufferEngine(_TorchEngine):
         self._set(row, end, torch.cat((known_RC, solved.carried_BTC[0])))
         return solved.z_BTC, solved.info
 
-    def _next_over_used_slots(self, tokens_B1: Tensor) -> Tensor:
-        """Step without attending to slots that were never written."""
-        longest = max(self.read_tokens) + 1
-        alone = self.rows == 1 and self.buffer.window is None
-        return self._next(tokens_B1, "all" if alone else "held", min(longest, self.buffer.capacity))
+    def _step_rows(self, rows: list[int], tokens_R1: Tensor) -> Tensor:
+        """Step some rows; every run of neighbouring rows attends to no more slots than the longest of them has used."""
+        places = [self._places(first, end) for first, end in runs_of(rows)]
+        if len(rows) == self.rows:
+            chosen: Any = slice(None)
+        else:
+            chosen = torch.tensor(rows, device=self.device)
+        carried_RKC = self.carried_BRC[chosen]
+        logits_RV, newest_R1C = self._recur(
+            tokens_R1, carried_RKC, places[0] if len(places) == 1 else SomeRows(tuple(places))
+        )
+        self.carried_BRC[chosen] = torch.cat((carried_RKC[:, 1:], newest_R1C), dim=1)
+        self.positions_B1[chosen] += 1
+        return logits_RV
 
-    def _next(self, tokens_B1: Tensor, sees: Any = "held", visible: int | None = None) -> Tensor:
-        e_B1C = self.model.embed(tokens_B1)
-        places = self.buffer.at(self.positions_B1, sees, visible)
-        result = self.model.recur(e_B1C, self.carried_BRC[:, -1:], places)
-        self.carried_BRC.copy_(torch.cat((self.carried_BRC[:, 1:], result.carried_BTC), dim=1))
-        self.positions_B1.add_(1)
-        return self.model.backbone.head(result.z_BTC)[:, 0]
+    def _places(self, first: int, end: int) -> Places:
+        """The places of the next token in each of these neighbouring rows."""
+        longest = max(self.read_tokens[first:end]) + 1
+        alone = end - first == 1 and self.buffer.window is None
+        run = self._run_of_rows(first, end)
+        return run.at(self.positions_B1[first:end], "all" if alone else "held", min(longest, run.capacity))
 
+    def _step_active(self, tokens_B1: Tensor) -> Tensor:
+        """Step the rows whose token is not -1, with the same shapes whichever they are."""
+        active_B1 = tokens_B1 >= 0
+        places = self.buffer.at(self.positions_B1, active_B1=active_B1)
+        logits_BV, newest_B1C = self._recur(tokens_B1.clamp(min=0), self.carried_BRC, places)
+        moved_BRC = torch.cat((self.carried_BRC[:, 1:], newest_B1C), dim=1)
+        self.carried_BRC.copy_(torch.where(active_B1[:, :, None], moved_BRC, self.carried_BRC))
+        self.positions_B1.add_(active_B1)
+        return logits_BV
 
-class StateEngine(_TorchEngine):
-    """Works with any backbone through its own cache: one state per row, and rows step one after the other."""
-
-    def __init__(self, model: ContextReady, rows: int, capacity: int, history: int, reader: PromptReader) -> None:
-        super().__init__(model, rows, capacity, history, reader)
-        with torch.no_grad():
-            self.states = [model.init_state(1, history) for _ in range(rows)]
-
-    def position(self, row: int) -> int:
-        """Number of tokens that this row has read."""
-        return self.states[row].position
-
-    @torch.no_grad()
-    def step(self, tokens: Sequence[int]) -> Logits:
-        """Read one token in every row; returns logits (rows, V)."""
-        check_step(tokens, self.rows, self.vocab_size)
-        check_capacity(self.capacity, max(state.position for state in self.states) + 1)
-        logits = []
-        for row, token in enumerate(tokens):
-            logits_11V, self.states[row] = self.model.stream(
-                torch.tensor([[token]], device=self.device), self.states[row]
-            )
-            logits.append(_numpy(logits_11V[0, 0]))
-        return np.stack(logits)
-
-    def state(self, row: int) -> State:
-        """The state of a row. States are immutable values, so no copy is needed."""
-        return self.states[row]
-
-    def load(self, row: int, state: State | None) -> None:
-        """Continue a row from a state with one row; None starts before the first token."""
-        self.states[row] = self._checked(state)
-
-    def _read(self, row: int, tokens_1T: Tensor) -> tuple[Tensor, ReadInfo]:
-        result = prefill(self.model, tokens_1T, self.states[row], **asdict(self.reader))
-        self.states[row] = result.state
-        return result.z_B1C, result.info
-
-
-def _captured(step: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The step as one compiled graph, also recorded as a CUDA graph on CUDA, so that a token is one launch."""
-    compiled: Callable[[Tensor], Tensor] = torch.compile(step, fullgraph=True, dynamic=False)
-
-    def run(tokens_B1: Tensor) -> Tensor:
-        # Engines of the same shape share a graph. PyTorch's default limit of 8 shapes is too low for many engines.
-        with torch._dynamo.config.patch(recompile_limit=COMPILED_SHAPES):
-            return compiled(tokens_B1)
-
-    return run if not torch.cuda.is_available() else _Recorded(run)
-
-
-class _Recorded:
-    """A step that is compiled at its first call and recorded as a CUDA graph at its second."""
-
-    def __init__(self, step: Callable[[Tensor], Tensor]) -> None:
-        self.step, self.calls = step, 0
-
-    def __call__(self, tokens_B1: Tensor) -> Tensor:
-        self.calls += 1
-        if tokens_B1.device.type != "cuda" or self.calls == 1:
-            return self.step(tokens_B1)
-        if self.calls == 2:
-            self.tokens_B1, self.graph = tokens_B1.clone(), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.logits_BV = self.step(self.tokens_B1)
-        self.tokens_B1.copy_(tokens_B1)
-        self.graph.replay()
-        return self.logits_BV
-
-
-def _numpy(logits: Tensor) -> Logits:
-    values: Logits = logits.float().cpu().numpy()
-    return values
+    def _recur(self, tokens_R1: Tensor, carried_RKC: Tensor, places: Places | SomeRows) -> tuple[Tensor, Tensor]:
+        """Logits after these tokens, and the vectors that they carry over."""
+        result = self.model.recur(self.model.embed(tokens_R1), carried_RKC[:, -1:], places)
+        return self.model.backbone.head(result.z_BTC)[:, 0], result.carried_BTC

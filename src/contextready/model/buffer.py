@@ -81,9 +81,13 @@ class KVBuffer:
 
     def row(self, row: int) -> "KVBuffer":
         """Return one row as a buffer that shares this one's memory."""
-        held_1N = self.held_BN[row : row + 1]
-        layers = tuple((k_BNHE[row : row + 1], v_BNHE[row : row + 1]) for k_BNHE, v_BNHE in self.layers)
-        return KVBuffer(layers, held_1N, _first_slots(held_1N), self.window)
+        return self.run(row, row + 1)
+
+    def run(self, first: int, end: int) -> "KVBuffer":
+        """Return neighbouring rows as a buffer that shares this one's memory."""
+        held_BN = self.held_BN[first:end]
+        layers = tuple((k_BNHE[first:end], v_BNHE[first:end]) for k_BNHE, v_BNHE in self.layers)
+        return KVBuffer(layers, held_BN, _first_slots(held_BN), self.window)
 
     def clear(self, row: int) -> None:
         """Mark all slots of a row as empty."""
@@ -142,15 +146,24 @@ class KVBuffer:
         )
         return KVCache(layers, position, self.window, keep)
 
-    def at(self, positions_BT: Tensor, sees: Sees = "held", visible: int | None = None, spans: Spans = ()) -> "Places":
+    def at(
+        self,
+        positions_BT: Tensor,
+        sees: Sees = "held",
+        visible: int | None = None,
+        spans: Spans = (),
+        active_B1: Tensor | None = None,
+    ) -> "Places":
         """Return the places of T tokens per row at these positions.
 
         `sees` selects the attention mask: `held` compares the positions that the slots hold, `causal` is for a whole
         sequence from position 0, and `all` is for one token that may see every visible slot. `visible` limits attention
         to the first slots. `spans` limits groups of tokens to fewer: (first token, end token, number of slots) each.
+        With `active_B1`, rows for which it is false are computed too, but leave the buffer as it is (one token each).
         """
         index = (positions_BT % self.capacity + self.first_B1).flatten()
-        return Places(self, positions_BT, index, sees, self.capacity if visible is None else visible, spans=spans)
+        visible = self.capacity if visible is None else visible
+        return Places(self, positions_BT, index, sees, visible, spans=spans, active_B1=active_B1)
 
     def _slots(self, positions: range, capacity: int) -> Tensor:
         return torch.arange(positions.start, positions.stop, device=self.held_BN.device) % capacity
@@ -183,6 +196,8 @@ class Places:
     sees: Sees
     visible: int
     spans: Spans
+    active_B1: Tensor | None = None
+    """The rows that write to the buffer; none means all."""
 
     def attend(self, config: TransformerConfig, x_BTC: Tensor) -> "AtPlaces":
         """Return the attention for the tokens at these places."""
@@ -190,7 +205,15 @@ class Places:
 
     def mark(self) -> None:
         """Record the positions that the slots hold from now on."""
-        self.buffer.held_BN.view(-1).index_copy_(0, self.index, self.positions_BT.flatten())
+        self.write(self.buffer.held_BN.view(-1), self.positions_BT.flatten())
+
+    def write(self, store: Tensor, new: Tensor) -> None:
+        """Write a value of every token to its slot; `store` has the slots of all rows as its first dimension."""
+        if self.active_B1 is not None:
+            # Written back as it was, so that a compiled step has the same shapes whichever rows are active.
+            active = self.active_B1.flatten().view(-1, *[1] * (new.dim() - 1))
+            new = torch.where(active, new, store.index_select(0, self.index))
+        store.index_copy_(0, self.index, new)
 
     def mask_B1TN(self) -> Tensor:
         """Return the attention mask: a token sees the positions up to its own that are within the window."""
@@ -213,7 +236,7 @@ class AtPlaces(Attend):
         """Write a layer's new keys and values to their slots, and return all visible ones."""
         places, joined = self.places, []
         for store_BNHE, new_BHTE in zip(places.buffer.layers[layer], (k_BHTE, v_BHTE), strict=True):
-            store_BNHE.flatten(0, 1).index_copy_(0, places.index, new_BHTE.transpose(1, 2).flatten(0, 1))
+            places.write(store_BNHE.flatten(0, 1), new_BHTE.transpose(1, 2).flatten(0, 1))
             joined.append(store_BNHE[:, : places.visible].transpose(1, 2))
         return joined[0], joined[1]
 

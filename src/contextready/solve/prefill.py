@@ -2,22 +2,21 @@
 
 sequential  one token at a time: exact, one pass per token, nothing in parallel
 jacobi      the paper's parallel passes over the whole prompt, until a pass changes little
-sweep       one plain pass, then sweeps over segments (`solve/sweep.py`), until a sweep changes little
+sweep       one plain pass, then sweeps over segments (`solve/sweeping.py`), until a sweep changes little
 
 The native transformer solves a prompt in place, in a buffer of keys and values: an engine's buffer (`read_into`) or a
 temporary one (`prefill`). Other backbones use their own caches.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil, inf, isfinite, isnan, log2
+from math import ceil, log2
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from contextready.errors import ContextReadyError, nearest
 from contextready.model.buffer import KVBuffer
 from contextready.model.cache import KVCache
 from contextready.model.checks import check_tokens
@@ -26,47 +25,16 @@ from contextready.model.macs import attention_macs_of, block_macs
 from contextready.model.state import State
 from contextready.model.transformer import Transformer
 from contextready.solve.hardware import free_tokens
-from contextready.solve.reading import ReadInfo
-from contextready.solve.sweep import Chunk, solve_by_sweeps
-from contextready.solve.unroll import check_tolerance, iterate
+from contextready.solve.prompt_reader import FEWEST_SEGMENTS, SHORTEST_SEGMENT, PromptReader
+from contextready.solve.reading import ReadInfo, all_exact, joined
+from contextready.solve.sweep import Chunk
+from contextready.solve.sweeping import solve_by_sweeps
+from contextready.solve.unroll import iterate
 
-SOLVERS = ("sweep", "jacobi", "sequential")
-TOLERANCE = 0.05
-"""The accepted error of z, estimated from the last changes and relative to each position's norm. The true error is far
-smaller, and greedy continuations equaled the stream's (docs/log.md)."""
-CHUNK = 4096
-"""The number of tokens solved at once, which limits the memory for long prompts."""
-SHORTEST_SEGMENT = 8
-"""Shorter segments would need so many more sweeps that their wider steps would not pay off."""
 WIDTH = 8.0
 """The width of a step in units of `free_tokens`; a step then spends a ninth of its time on its fixed cost."""
-FEWEST_SEGMENTS = 4
-"""With fewer segments, a plain pass and the usual three sweeps cost more than reading one token at a time."""
 MOST_PASSES = 32
 """A backbone without sweeps may take this many passes to converge before its prompt is read one token at a time."""
-
-
-@dataclass(frozen=True)
-class PromptReader:
-    """The settings for reading prompts."""
-
-    solver: str = "sweep"
-    """sweep, jacobi or sequential."""
-    tolerance: float = TOLERANCE
-    """When to stop: jacobi's last pass must change no more than this, and sweep's estimated error must be within it."""
-    segment: int | None = None
-    """L, the length of sweep's segments; none chooses it for this hardware."""
-    chunk: int = CHUNK
-    """Prompts longer than this are solved chunk by chunk."""
-
-    def __post_init__(self) -> None:
-        if self.solver not in SOLVERS:
-            raise ContextReadyError(f"Unknown solver '{self.solver}'; {nearest(self.solver, SOLVERS)}")
-        check_tolerance(self.tolerance)
-        if self.chunk < 1 or (self.segment is not None and self.segment < 1):
-            raise ContextReadyError(
-                f"chunk and segment must be at least 1, but got chunk={self.chunk} and segment={self.segment}."
-            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +109,7 @@ def read_into(
         infos.append(solved.info)
         kept.append(solved.carried_BTC[:, -keep:])
         before_B1C, position = solved.carried_BTC[:, -1:], position + tokens_BS.shape[1]
-    info = _joined(infos, time.perf_counter() - start)
+    info = joined(infos, time.perf_counter() - start)
     return Solved(solved.z_BTC[:, -1:], torch.cat(kept, dim=1)[:, -keep:], info)
 
 
@@ -157,7 +125,7 @@ def _solve(chunk: Chunk, reader: PromptReader) -> Solved:
         passes = model.passes(chunk.e_BTC, chunk.all_places(), chunk.before_B1C)
         result, changes_KBT = iterate(passes, T + 1, reader.tolerance)
         changes = tuple(float(change_BT.max()) for change_BT in changes_KBT)
-        info = costs.info("jacobi", [(0, T)] * len(changes), changes, exact=_all_exact(changes, T))
+        info = costs.info("jacobi", [(0, T)] * len(changes), changes, exact=all_exact(changes, T))
         return Solved(result.z_BTC, result.carried_BTC, info)
     elif reader.solver == "sequential" or short:
         chunk.read_from(0)
@@ -181,7 +149,7 @@ def _read_by_cache(model: ContextReady, tokens_BT: Tensor, state: State, reader:
     for tokens_BS in torch.split(tokens_BT, reader.chunk, dim=1):
         z_BTC, state, info = _solve_by_cache(model, model.embed(tokens_BS), state, reader)
         infos.append(info)
-    return Prefill(z_BTC[:, -1:], state, _joined(infos, time.perf_counter() - start))
+    return Prefill(z_BTC[:, -1:], state, joined(infos, time.perf_counter() - start))
 
 
 def _solve_by_cache(
@@ -195,7 +163,7 @@ def _solve_by_cache(
         changes = tuple(float(change_BT.max()) for change_BT in changes_KBT)
         if reader.solver == "sweep":
             note = "this backbone does not support sweeps, so parallel passes were used"
-        info = costs.info("jacobi", [(0, T)] * len(changes), changes, exact=_all_exact(changes, T), note=note)
+        info = costs.info("jacobi", [(0, T)] * len(changes), changes, exact=all_exact(changes, T), note=note)
         if reader.solver == "jacobi" or info.certificate <= reader.tolerance:
             return result.z_BTC, state.advanced(result.carried_BTC, result.cache), info
         note, tried = f"{note}; {MOST_PASSES} were not enough, so the prompt was read one token at a time", info.passes
@@ -251,35 +219,7 @@ class _Costs:
         )
 
 
-def _all_exact(changes: Sequence[float], tokens: int) -> bool:
-    """Whether this many tokens are exact after these changes: T + 1 passes were made, and no value overflowed."""
-    return len(changes) == tokens and isfinite(changes[-1])
-
-
 def segment_length(tokens: int, free: float) -> int:
     """Choose L for this many tokens: as many segments (a power of two) as pay off on this hardware, none too short."""
     wide: int = max(FEWEST_SEGMENTS, 2 ** round(log2(WIDTH * free)))
     return max(SHORTEST_SEGMENT, ceil(tokens / wide))
-
-
-def _joined(infos: list[ReadInfo], seconds: float) -> ReadInfo:
-    """Combine the reports on the chunks of a prompt; the certificate is that of the worst chunk."""
-    # NaN counts as the worst.
-    worst = max(infos, key=lambda info: inf if isnan(info.certificate) else info.certificate)
-    tokens = sum(info.tokens for info in infos)
-    return ReadInfo(
-        solver=infos[0].solver,
-        tokens=tokens,
-        seconds=seconds,
-        passes=sum(info.passes * info.tokens for info in infos) / tokens,
-        macs=_sum_of(infos, lambda info: info.macs),
-        plain_macs=_sum_of(infos, lambda info: info.plain_macs),
-        changes=worst.changes,
-        exact=all(info.exact for info in infos),
-        note=next((info.note for info in infos if info.note), ""),
-    )
-
-
-def _sum_of(infos: list[ReadInfo], part: Callable[[ReadInfo], int | None]) -> int | None:
-    parts = [part(info) for info in infos]
-    return None if None in parts else sum(one for one in parts if one is not None)

@@ -1,8 +1,8 @@
 """The report on how a prompt was read, and the error estimated from its last changes. Needs only Python."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite, isnan
 
 from contextready.errors import ContextReadyError
 
@@ -28,6 +28,14 @@ def estimated_error(changes: Sequence[float]) -> float:
         return inf
     rate = changes[-1] / changes[-2] if len(changes) > 1 and changes[-2] else 1.0
     return min(changes[-1], a_posteriori_bound(rate, changes[-1])) if rate < 1.0 else changes[-1]
+
+
+def all_exact(changes: Sequence[float], tokens: int) -> bool:
+    """Whether this many tokens are exact after these changes of passes 2, 3, …
+
+    They are if T + 1 passes were made and no value overflowed, or if the last pass changed nothing at all.
+    """
+    return bool(changes) and (changes[-1] == 0.0 or (len(changes) == tokens and isfinite(changes[-1])))
 
 
 @dataclass(frozen=True)
@@ -60,3 +68,29 @@ class ReadInfo:
     def cost(self) -> float | None:
         """The multiply-accumulates in units of one plain pass."""
         return None if self.macs is None or not self.plain_macs else self.macs / self.plain_macs
+
+
+def joined(infos: Sequence[ReadInfo], seconds: float) -> ReadInfo:
+    """Combine the reports on the parts of a prompt; the certificate is that of the worst part.
+
+    The solver is that of the longest part.
+    """
+    # NaN counts as the worst.
+    worst = max(infos, key=lambda info: inf if isnan(info.certificate) else info.certificate)
+    tokens = sum(info.tokens for info in infos)
+    return ReadInfo(
+        solver=max(infos, key=lambda info: info.tokens).solver,
+        tokens=tokens,
+        seconds=seconds,
+        passes=sum(info.passes * info.tokens for info in infos) / tokens,
+        macs=_sum_of(infos, lambda info: info.macs),
+        plain_macs=_sum_of(infos, lambda info: info.plain_macs),
+        changes=worst.changes,
+        exact=all(info.exact for info in infos),
+        note=next((info.note for info in infos if info.note), ""),
+    )
+
+
+def _sum_of(infos: Sequence[ReadInfo], part: Callable[[ReadInfo], int | None]) -> int | None:
+    parts = [part(info) for info in infos]
+    return None if None in parts else sum(one for one in parts if one is not None)

@@ -1,15 +1,9 @@
-"""Solves a prompt's fixed point with Gauss-Seidel sweeps over segments, all segments in parallel.
+"""Solves a prompt's fixed point with Gauss-Seidel sweeps over segments, all segments in parallel: the steps in torch.
 
-T tokens are split into S segments of length L. One plain pass gives every position keys, values and a first z. In a
-sweep, step j = 0 … L-1 processes the j-th token of every segment as one batch, with the newest z before it and the
-newest keys and values of all earlier positions. Within a segment this equals the stream; only the inputs from earlier
-segments are one sweep old. So after m sweeps the first m segments are exact whatever the contraction, and after S
-sweeps the whole prompt is.
+`solve/sweeping.py` has the algorithm.
 """
 
-from dataclasses import dataclass
 from itertools import pairwise
-from math import ceil, inf, isfinite, log
 
 import torch
 from torch import Tensor
@@ -17,12 +11,9 @@ from torch import Tensor
 from contextready.model.buffer import KVBuffer, Places
 from contextready.model.context_ready import ContextReady, Pass
 from contextready.solve.norms import largest_change
-from contextready.solve.reading import estimated_error
 
 PARTS = 2
 """A wide step computes attention in this many parts; more parts skip more keys, but make the products too narrow."""
-HOPEFUL = 0.7
-"""The first rate says little, because the first change is from the plain pass; below this, a third sweep is made."""
 
 
 class Chunk:
@@ -38,6 +29,17 @@ class Chunk:
         self.positions_BT = position + torch.arange(T, device=e_BTC.device).expand(B, T)
         self.in_order = position + T <= buffer.capacity
         """Whether every position p is in slot p, so that later slots can be ignored."""
+
+    @property
+    def tokens(self) -> int:
+        """T, the number of tokens."""
+        return self.e_BTC.shape[1]
+
+    def reset(self) -> None:
+        """Forget what has been computed; nothing that overflowed may be left, because 0 × NaN is NaN even masked."""
+        self.z_BTC.zero_()
+        self.carried_BTC.zero_()
+        self.buffer.erase(range(self.position, self.position + self.tokens))
 
     def all_places(self) -> Places:
         """Return the places of all tokens in the chunk."""
@@ -90,66 +92,3 @@ class Chunk:
     def _take(self, chosen: slice, result: Pass) -> None:
         self.z_BTC[:, chosen] = result.z_BTC
         self.carried_BTC[:, chosen] = result.carried_BTC
-
-
-@dataclass(frozen=True)
-class Sweeps:
-    """The outcome of solving a chunk by sweeps."""
-
-    changes: tuple[float, ...]
-    """The largest change of any position's z in each sweep, relative to its norm."""
-    runs: tuple[tuple[int, int], ...]
-    """The ranges of tokens that were processed with a correction, as (first, end)."""
-    exact: bool
-    alone_from: int | None
-    """The first token that was read one at a time, if sweeping did not pay off."""
-
-
-def solve_by_sweeps(chunk: Chunk, tolerance: float, segment: int, free_tokens: float) -> Sweeps:
-    """Sweep until the estimated error is within the tolerance, or until reading one token at a time is cheaper.
-
-    `free_tokens` describes the hardware: a step of r tokens takes time in proportion to 1 + r / free_tokens.
-    """
-    T = chunk.e_BTC.shape[1]
-    segments = ceil(T / segment)
-    changes: list[float] = []
-    runs: list[tuple[int, int]] = []
-    chunk.plain_pass()
-    for swept in range(1, segments + 1):
-        changes.append(chunk.sweep(swept - 1, segment))
-        runs.append(((swept - 1) * segment, T))
-        if swept == segments and isfinite(changes[-1]):
-            return Sweeps(tuple(changes), tuple(runs), True, None)
-        if estimated_error(changes) <= tolerance:
-            return Sweeps(tuple(changes), tuple(runs), False, None)
-        if sweeps_left(changes, tolerance, segments - swept) > break_even_sweeps(segments - swept, free_tokens):
-            break
-    alone_from = swept * segment
-    if not isfinite(changes[-1]):
-        # Nothing from the sweeps can be kept, because 0 × NaN is NaN even behind a mask.
-        alone_from = 0
-        chunk.z_BTC.zero_()
-        chunk.carried_BTC.zero_()
-        chunk.buffer.erase(range(chunk.position, chunk.position + T))
-    chunk.read_from(alone_from)
-    runs.append((alone_from, T))
-    return Sweeps(tuple(changes), tuple(runs), True, alone_from)
-
-
-def sweeps_left(changes: list[float], tolerance: float, segments_left: int) -> float:
-    """Estimate how many more sweeps are needed, at the rate of the last two and at most one per segment."""
-    if not isfinite(changes[-1]):
-        return inf
-    if len(changes) < 2:
-        return 1
-    rate = changes[-1] / changes[-2]
-    if rate >= 1.0 or tolerance == 0.0:
-        return segments_left
-    if len(changes) == 2 and rate < HOPEFUL:
-        return 1
-    return min(segments_left, ceil(log(tolerance / changes[-1]) / log(rate)))
-
-
-def break_even_sweeps(segments_left: int, free_tokens: float) -> float:
-    """Return how many sweeps over this many segments take as long as reading their tokens one at a time."""
-    return segments_left * (1.0 + 1.0 / free_tokens) / (1.0 + segments_left / free_tokens)

@@ -12,6 +12,7 @@ from contextready.model.checks import check_passes
 from contextready.model.context_ready import ContextReady, Pass
 from contextready.model.state import State
 from contextready.solve.norms import relative_changes
+from contextready.solve.prompt_reader import check_tolerance
 from contextready.solve.reading import a_posteriori_bound
 
 
@@ -118,12 +119,6 @@ def iterate(passes: Iterator[Pass], most: int, tolerance: float | None) -> tuple
         before_BTC, result = result.z_BTC.detach(), next(passes)
         changes.append(relative_changes(before_BTC, result.z_BTC.detach()))
     return result, torch.stack(changes) if changes else result.z_BTC.new_empty(0, *result.z_BTC.shape[:2])
-
-
-def check_tolerance(tolerance: float | None) -> None:
-    """Raise an error if the tolerance is negative or NaN."""
-    if tolerance is not None and not tolerance >= 0.0:
-        raise ContextReadyError(f"tolerance must be at least 0 (for example 0.01), but got {tolerance}.")
 
 
 def drops_out(model: nn.Module) -> bool:

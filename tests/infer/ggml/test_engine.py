@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import KINDS, random_tokens, small_config, small_model
+from schedule_helpers import check_schedule
 
 from contextready import ContextReady, ContextReadyError, State, Transformer, account, build_correction
 from contextready.data.batches import Sequences
@@ -197,6 +198,35 @@ def test_rows_are_independent_and_equal_to_one_alone(window, tmp_path):
     assert np.array_equal(engine.read(1, prompts[1])[0], GgmlEngine(path, threads=1).read(0, prompts[1])[0])
 
 
+@pytest.mark.parametrize(("correction", "window"), [("add", None), ("add", 5), ("block_head", None), (None, 6)])
+def test_every_row_of_a_random_schedule_is_its_solo_run(correction, window, tmp_path):
+    model = single(correction=correction, window=window)
+    engine = GgmlEngine(exported(model, tmp_path), rows=5, threads=1)
+    check_schedule(engine, model, seed=2, turns=100, tolerance=TOLERANCE)
+    # Graphs belong to a number of rows, not to a choice of them.
+    assert len(engine._graphs) <= 2 * engine.rows
+
+
+def test_a_step_of_some_rows_leaves_the_others_bit_for_bit(tmp_path):
+    engine = GgmlEngine(exported(single(), tmp_path), rows=4, threads=1)
+    for row in range(4):
+        engine.read(row, ids_of(row + 3, seed=row))
+    before = [engine.state(row) for row in range(4)]
+    engine.step([7, 8], rows=[3, 1])
+    assert [engine.position(row) for row in range(4)] == [3, 5, 5, 7]
+    for row in (0, 2):
+        same_state(engine.state(row), before[row], 1e-30)
+    for call, sentence in (
+        (lambda: engine.step([1], rows=[4]), "There is no row 4; this engine has rows 0 to 3"),
+        (lambda: engine.step([1, 1], rows=[2, 2]), "rows are repeated"),
+        (lambda: engine.append(0, []), "pass at least one token"),
+        (lambda: engine.free(-1), "There is no row -1"),
+        (lambda: engine.state(4), "There is no row 4"),
+    ):
+        with pytest.raises(ContextReadyError, match=sentence):
+            call()
+
+
 @pytest.mark.parametrize(("correction", "window"), [("add", None), ("block_head", 6), (None, 6)])
 def test_streams_change_between_torch_and_ggml(correction, window, tmp_path):
     model, ids = single(correction=correction, window=window), ids_of(40)
@@ -267,6 +297,23 @@ def test_many_graphs_are_not_all_kept(tmp_path):
     assert all(np.array_equal(logits, first[0]) for logits in first)
     assert all(np.array_equal(logits, again[0]) for logits in again)
     assert len(engine._graphs) <= GRAPHS
+
+
+def test_threads_are_measured_unless_they_are_named(tmp_path, monkeypatch):
+    from contextready.infer.ggml import engine as module
+    from contextready.infer.ggml.threads import ggml_threads
+    from contextready.infer.threads import available_cores
+
+    path = exported(single(), tmp_path)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    ggml_threads.cache_clear()
+    engine = GgmlEngine(path)
+    assert 1 <= engine.threads <= available_cores()
+    assert GgmlEngine(path).threads == engine.threads
+    assert ggml_threads.cache_info().misses == 1
+    ggml_threads.cache_clear()
+    monkeypatch.setattr(module, "ggml_threads", lambda ggml, width: pytest.fail("measured"))
+    assert GgmlEngine(path, threads=3).threads == 3
 
 
 WITHOUT_TORCH = """

@@ -165,12 +165,11 @@ def engine_score(
         inputs_BT, targets_BT = (ids.numpy() for ids in sequences.read(indices))
         counted_BT = targets_BT != IGNORED
         losses_B = np.zeros(len(indices))
-        for row in range(engine.rows):
-            engine.load(row, None)
+        rows = range(len(indices))
+        for row in rows:
+            engine.free(row)
         for t in range(sequences.block_size):
-            tokens = np.zeros(engine.rows, np.int64)
-            tokens[: len(indices)] = inputs_BT[:, t]
-            logits_BV = engine.step(tokens.tolist())[: len(indices)].astype(np.float64)
+            logits_BV = engine.step(inputs_BT[:, t].tolist(), rows).astype(np.float64)
             largest_B1 = logits_BV.max(axis=1, keepdims=True)
             total_B = np.log(np.exp(logits_BV - largest_B1).sum(axis=1)) + largest_B1[:, 0]
             # Targets that do not count are not ids, so id 0 stands in for them.
