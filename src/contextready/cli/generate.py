@@ -238,7 +238,7 @@ def run_generate(model: Path, request: Request, **opening: Any) -> None:
         )
     settings = replace(
         request.settings,
-        stop_tokens=() if request.past_end else (opened.tokenizer.end_id,),
+        stop_tokens=() if request.past_end else opened.tokenizer.stop_ids,
         keep_states=request.save_state is not None,
     )
     pieces = generate_pieces(engine, prompts, settings, tokenizer=opened.tokenizer, states=states)
@@ -327,7 +327,7 @@ def _standard_input(may_be_empty: bool) -> str:
 
 def _ids(opened: "LanguageModel", texts: list[str], request: Request) -> tuple[list[list[int]], list[Any], list[int]]:
     """Prompt ids, the states that they continue, and the newest tokens of the session before its last one."""
-    ids = opened.tokenizer.encode_batch(texts)
+    ids = opened.tokenizer.encode_prompts(texts, begin=request.state is None)
     if request.state is None:
         if request.rollback:
             raise ContextReadyError("--rollback needs a saved session; name it with --state.")
