@@ -33,8 +33,8 @@ WORDS = "the river holds seven stones and the green light walks under small wate
 def native(template=TEMPLATE, seed=0, vocab_size=257, **changes):
     """A native model in which every weight is random, with a tokenizer and a chat template.
 
-    It writes the letters t, h, e and s only, so with 257 tokens (the bytes, and one for the end) its tokens are those of its text. With
-    more, words have tokens of their own, and it writes them in other tokens than the tokenizer.
+    It writes the letters t, h, e and s only. With 257 tokens (the bytes, and one for the end), its tokens are those of
+    its text. With more, words have tokens of their own, and it writes them in other tokens than the tokenizer.
     """
     trained = Tokenizer.train([WORDS], vocab_size)
     named = {"eos_token": trained.end}

@@ -74,9 +74,9 @@ def test_undo_is_exact_and_reads_nothing(changes, reads):
     for question in QUESTIONS:
         answers.append(ask(chat, question))
         states.append((state(chat), list(chat.tokens), chat.messages))
-    assert [point.place.whole is None for point in chat._points] == [
-        not changes.keys() & {"window", "vocab_size"} or point.place.position == 0 for point in chat._points
-    ]
+    # One vector is enough to return to a place, unless keys and values are forgotten or read again.
+    cheap = all(point.place.whole is None for point in chat._points)
+    assert cheap != bool(changes.keys() & {"window", "vocab_size"})
     lengths = reads(chat)
     for question, before in zip(QUESTIONS[:0:-1], states[-2::-1], strict=True):
         assert chat.undo() == {"role": "user", "content": question}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 HELP = """\
 /undo           take back the last question and its answer
-/fork NAME      keep this point of the conversation under a name, and go on
+/fork NAME      keep this point of the conversation under a name, and continue
 /switch NAME    return to such a point; the conversation that you leave is kept as 'last'
 /switch         list the points
 /save FILE      write the conversation to a file
@@ -134,17 +134,22 @@ def talk(chat: "Chat", lines: Iterator[str]) -> None:
 
 def _answer(chat: "Chat", question: str) -> None:
     """Print an answer as it is written. Ctrl-C ends it; a second one takes the question back as well."""
+    begun = False
     try:
         with _interrupts() as interrupted, closing(chat.ask(question)) as pieces:
             for piece in pieces:
+                begun = True
                 print(piece, end="", flush=True)
                 if interrupted():
                     break
-    except KeyboardInterrupt:
+    except BaseException as error:
+        if begun:
+            print(flush=True)
+        if not isinstance(error, KeyboardInterrupt):
+            raise
         _say("the question was taken back")
         return
-    finally:
-        print(flush=True)
+    print(flush=True)
     if chat.finish == "length":
         _say(
             "the context is full; /undo makes room, and --context gives more."
@@ -154,7 +159,7 @@ def _answer(chat: "Chat", question: str) -> None:
 
 
 def _obey(chat: "Chat", line: str) -> bool:
-    """Carry out a command; returns whether the conversation goes on."""
+    """Carry out a command; returns whether the conversation continues."""
     command, _, rest = line.strip().partition(" ")
     rest = rest.strip()
     if command not in COMMANDS:
