@@ -163,6 +163,45 @@ def test_an_exported_file_is_talked_with_too(tmp_path, converse, capsys):
     assert exported[-len(out) :] == out
 
 
+WITHOUT_TORCH = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers"):
+            raise ImportError(f"{name} must not be imported here")
+sys.meta_path.insert(0, Refuse())
+from contextready.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@needs_ggml
+def test_an_exported_file_with_a_template_needs_neither_torch_nor_transformers(tmp_path):
+    from contextready.infer.ggml.file import write_gguf
+
+    model, path, lines = (
+        native(),
+        tmp_path / "m.gguf",
+        ("the river", "stones", "/undo", "stones", "/fork a", "/switch a"),
+    )
+    write_gguf(model.model, path, 200, "f32", model.tokenizer)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, "chat", path, "--temperature", "0", "--max-tokens", "9"],
+        input="\n".join((*lines, "small", f"/save {tmp_path / 'talk'}")),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    chat = Chat(model, sampling=Sampling(temperature=0), max_tokens=9)
+    first, second = ("".join(chat.ask(question)) for question in lines[:2])
+    third = "".join(chat.ask("small"))
+    assert done.stdout == "".join(f"{answer}\n" for answer in (first, second, second, third))
+    assert done.stderr.splitlines()[-1] == (
+        "crt chat: The state of the model cannot be saved; install torch with: pip install torch"
+    )
+
+
 def test_ctrl_c_ends_the_answer_and_keeps_the_conversation(capsys):
     chat = Chat(native(), sampling=Sampling(temperature=0), max_tokens=30)
     step, calls = chat.engine.step, []

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from chat_helpers import BEGINNING, stories
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import contextready
@@ -142,3 +143,20 @@ def test_end_tokens_that_are_not_ids_are_one_sentence(small, tmp_path, capsys):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 512}))
     assert main(["generate", str(folder), "Once"]) == 2
     assert "Token id 512 is out of range" in capsys.readouterr().err
+
+
+def test_a_run_that_began_with_a_pretrained_model_keeps_its_conventions(tmp_path, capsys):
+    folder, data, run, out = (tmp_path / name for name in ("model", "data", "run", "out"))
+    stories(folder)
+    lines = [json.dumps({"text": f"Lily saw {i} red boxes. Tom saw a big dog. They went home."}) for i in range(60)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    prepare = ["data", "prepare", data, tmp_path / "text.jsonl", "--tokenizer", folder, "--val-fraction", "0.2"]
+    assert main([str(word) for word in prepare]) == 0
+    settings = [f"pretrained={folder}", f"data={data}", f"out={run}", "steps=2", "batch_size=2", "block_size=16"]
+    assert main(["train", "convert", *settings, "tune=all", "lr=1e-3", "device=cpu"]) == 0
+    assert main(["convert", str(run), str(out)]) == 0
+    model = contextready.load(run, tolerance=1e-6)
+    assert model.tokenizer.conventions == contextready.load(out).tokenizer.conventions
+    assert model.tokenizer.conventions.chat_template == BEGINNING
+    assert model.tokenizer.begin_ids == [1]
+    assert model.generate(PROMPTS[0], max_tokens=40, temperature=0) == expected(out, PROMPTS[0], 40)[1]

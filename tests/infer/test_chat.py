@@ -251,6 +251,24 @@ def test_an_answer_that_is_closed_stays_as_it_is():
     assert chat.messages == messages
 
 
+def test_an_answer_that_nobody_reads_on_is_ended_by_the_next_question():
+    chat, other = chat_with(native()), chat_with(native())
+    answers = []
+    for one in (chat, other):
+        pieces = one.ask(QUESTIONS[0])
+        next(pieces)
+        if one is other:
+            pieces.close()
+        answers.append(ask(one, QUESTIONS[1]))
+        assert list(pieces) == []
+    assert answers[0] == answers[1]
+    assert (chat.tokens, chat.messages) == (other.tokens, other.messages)
+    unread = chat.ask(QUESTIONS[2])
+    chat.undo()
+    assert list(unread) == []
+    assert len(chat.messages) == 2
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, ContextReadyError("full")])
 @pytest.mark.parametrize("template", [TEMPLATE, FORGETFUL])
 def test_a_failure_loses_nothing(error, template):

@@ -193,12 +193,12 @@ def _switch(chat: "Chat", name: str) -> None:
 
 
 def _save(chat: "Chat", file: str) -> None:
-    chat.save(Path(file))
+    chat.save(Path(file).expanduser())
     _say(f"wrote {file}")
 
 
 def _load(chat: "Chat", file: str) -> None:
-    chat.load(Path(file))
+    chat.load(Path(file).expanduser())
     _say(f"continuing {file}; {_where(chat)}")
 
 

@@ -5,12 +5,13 @@ from typing import Any
 from contextready.data.conventions import Conventions
 from contextready.data.tokenizer import Tokenizer
 from contextready.errors import ContextReadyError
-from contextready.hf.native import tokenizer_of_pretrained
 from contextready.runs.checkpoint import Checkpoint
 
 
 def checkpoint_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """Load the tokenizer of a checkpoint that was trained from a pretrained model."""
+    from contextready.hf.native import tokenizer_of_pretrained  # needs transformers
+
     described = checkpoint.described or {}
     ends = described.get("generation_config", {}).get("eos_token_id")
     return conventional_tokenizer(tokenizer_of_pretrained(checkpoint), ends, str(checkpoint.folder))

@@ -79,6 +79,7 @@ class Chat:
         self._places: tuple[Place, ...] = ()
         self._points: tuple[Point, ...] = ()
         self._answers = 0
+        self._current: Generator[str, None, None] | None = None
         self._system: str | None = None
         if system is not None:
             self.system = system
@@ -110,8 +111,10 @@ class Chat:
     def ask(self, text: str) -> Generator[str, None, None]:
         """Add a message and return the pieces of the answer as they come.
 
-        Closing the iterator ends the answer there. If anything fails, the conversation is as it was before.
+        Closing the iterator ends the answer there, and so does any other method. If anything fails, the conversation is
+        as it was before.
         """
+        self._settle()
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self._written(messages)
         if not prompt:
@@ -121,10 +124,12 @@ class Chat:
                 f"The conversation would have {len(prompt):,} tokens, but the context has room for {self.context:,}; "
                 "undo some of it, or start with a larger context."
             )
-        return self._answer(messages, prompt)
+        self._current = self._answer(messages, prompt)
+        return self._current
 
     def undo(self) -> Message:
         """Take back the newest question and its answer, exactly, and return the question."""
+        self._settle()
         if not self._points:
             raise ContextReadyError("There is nothing to undo; the conversation is at its start.")
         *earlier, point = self._points
@@ -168,6 +173,12 @@ class Chat:
         moment, left = load_chat(path, self.tokenizer), self._moment()
         self._continue(moment)
         self.forks[LEFT] = left
+
+    def _settle(self) -> None:
+        """End an answer that is still being written."""
+        if self._current is not None:
+            self._current.close()
+            self._current = None
 
     def _written(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of a conversation, up to where the next answer begins."""
@@ -260,6 +271,7 @@ class Chat:
         return self.position
 
     def _moment(self) -> Moment:
+        self._settle()
         return Moment(
             self._system, self.messages, tuple(self.tokens), self._places, self._points, state_of(self.engine)
         )
