@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import io
 import re
 import shlex
 import subprocess
@@ -54,6 +55,7 @@ LESS = {
     "eval": ["--tokens", "256"],
     "demo": ["--steps", "6"],
     "generate": ["--max-tokens", "8"],
+    "chat": ["--max-tokens", "8"],
     "export": ["--tokens", "32"],
     "bench": ["--rounds", "1", "--tokens", "2", "--threads", "1"],
 }
@@ -100,6 +102,7 @@ def test_commands_and_examples_run_in_order(tmp_path, monkeypatch, capsys):
     for command in COMMANDS:
         words = shlex.split(command)[1:]
         if words[0] not in QUICK and can_run(words):
+            monkeypatch.setattr("sys.stdin", io.StringIO("The river\n"))
             assert main(smaller(words)) == 0, (command, capsys.readouterr().err)
             assert capsys.readouterr().out, command
     examples = 0
@@ -108,7 +111,7 @@ def test_commands_and_examples_run_in_order(tmp_path, monkeypatch, capsys):
             if "import" in example:
                 exec(compile(example, name, "exec"), {})
                 examples += 1
-    assert examples == 4
+    assert examples == 5
     assert (tmp_path / "curves.svg").is_file()
     assert (tmp_path / "runs" / "demo" / "curves.png").is_file()
 

@@ -107,6 +107,7 @@ def random_command(chance: random.Random) -> list[str]:
         "exact": lambda: ["--tokens", "8"],
         "eval": lambda: [chance.choice(MODELS[:3]), "--tokens", "32", "--passes", "1,2"],
         "generate": lambda: [chance.choice(MODELS), chance.choice(("river", *WORDS)), "--max-tokens", "2"],
+        "chat": lambda: [chance.choice(MODELS), "--max-tokens", "2"],
         "export": lambda: [
             chance.choice((*MODELS, *PATHS)),
             chance.choice(("out.gguf", "out.gguf", *PATHS)),

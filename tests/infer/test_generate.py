@@ -374,6 +374,8 @@ def test_text_follows_the_prompts_so_its_first_space_stays():
     class Words:
         """Strips a text's first space, as sentencepiece does."""
 
+        special_ids = frozenset()
+
         def decode(self, ids):
             return "".join(f" {token}" for token in ids).removeprefix(" ")
 

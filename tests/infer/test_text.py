@@ -116,6 +116,8 @@ def test_an_endless_run_of_wrong_bytes_stays_cheap_and_right(unit):
     tokens, most = unit * (400 // len(unit)), 0
 
     class Counting:
+        special_ids = frozenset()
+
         def decode(self, ids):
             nonlocal most
             most = max(most, len(ids))
@@ -243,6 +245,8 @@ def test_a_stop_string_that_the_flush_completes():
 def test_the_stop_string_that_is_complete_first_counts_however_the_text_is_cut(text, stops, data):
     class Chunks:
         """Each id is one chunk of the text."""
+
+        special_ids = frozenset()
 
         def decode(self, ids):
             return "".join(chunks[i] for i in ids)

@@ -9,6 +9,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from contextready.cli.generation_options import (
+    add_reading_options,
+    add_sampling_options,
+    check_limits,
+    opening_of,
+    sampling_of,
+)
 from contextready.cli.options import Verbs, verb, whole_number
 from contextready.errors import ContextReadyError
 from contextready.files import to_json
@@ -20,22 +27,8 @@ if TYPE_CHECKING:
     from contextready.infer.generate import Completion, GenerationSettings, Piece
     from contextready.infer.language_model import LanguageModel
 
-LONGEST = 1 << 28
-"""The most tokens in a completion, and in its context."""
 LARGEST_PROMPT = 16 << 20
 """Characters of standard input, and bytes of a prompt file, that are read."""
-LIMITS = {
-    "max_tokens": (1, LONGEST),
-    "samples": (1, MOST_ROWS),
-    "seed": (0, 2**64 - 1),
-    "top_k": (1, 2**31),
-    "logprobs": (0, 2**31),
-    "context": (1, LONGEST),
-    "chunk": (1, LONGEST),
-    "rollback": (0, LONGEST),
-    "history": (0, 1 << 20),
-}
-"""The smallest and the largest value of every number of the command line."""
 LOGPROB_BYTES = 128
 """Bytes of memory for a token and its log-probability in a list."""
 
@@ -64,34 +57,7 @@ def add(verbs: Verbs) -> None:
         "--max-tokens", type=whole_number, metavar="N", default=128, help="most tokens to generate per completion"
     )
     generate.add_argument("--samples", type=whole_number, metavar="N", default=1, help="completions per prompt")
-    generate.add_argument("--seed", type=whole_number, metavar="N", default=0, help="random seed")
-    generate.add_argument(
-        "--temperature",
-        type=float,
-        metavar="T",
-        default=0.8,
-        help="0 always takes the most likely token; 1 samples as trained",
-    )
-    generate.add_argument(
-        "--top-k", type=whole_number, metavar="N", help="sample from the k most likely tokens (default: off)"
-    )
-    generate.add_argument(
-        "--top-p",
-        type=float,
-        metavar="P",
-        default=1.0,
-        help="sample from the most likely tokens whose probabilities reach p",
-    )
-    generate.add_argument(
-        "--min-p", type=float, metavar="P", default=0.0, help="drop tokens less likely than p times the most likely one"
-    )
-    generate.add_argument(
-        "--repetition-penalty",
-        type=float,
-        metavar="R",
-        default=1.0,
-        help="values above 1 make earlier tokens less likely",
-    )
+    add_sampling_options(generate)
     generate.add_argument(
         "--stop", action="append", metavar="TEXT", default=[], help="stop before this text (may be repeated)"
     )
@@ -108,20 +74,7 @@ def add(verbs: Verbs) -> None:
         metavar="N",
         help="room for this many tokens per completion (default: as many as needed)",
     )
-    generate.add_argument(
-        "--engine", metavar="NAME", help="eager or compiled; exported files run on ggml (default: eager)"
-    )
-    generate.add_argument(
-        "--solver",
-        metavar="NAME",
-        help="how prompts are read: sweep, jacobi or sequential (default: sweep, or sequential for exported files)",
-    )
-    generate.add_argument(
-        "--tolerance", type=float, metavar="E", help="relative error at which sweep and jacobi stop (default: 0.05)"
-    )
-    generate.add_argument(
-        "--chunk", type=whole_number, metavar="N", help="prompt tokens solved at once (default: 4096)"
-    )
+    add_reading_options(generate)
     generate.add_argument("--state", type=Path, metavar="FILE", help="continue a saved session")
     generate.add_argument(
         "--rollback", type=whole_number, default=0, metavar="N", help="first remove the session's last N tokens"
@@ -135,8 +88,6 @@ def add(verbs: Verbs) -> None:
         metavar="N",
         help="tokens by which a saved session can be rolled back (default: 1)",
     )
-    generate.add_argument("--threads", type=whole_number, metavar="N", help="CPU threads (default: measured)")
-    generate.add_argument("--device", metavar="NAME", default="auto", help="cpu, cuda, mps or auto")
     generate.add_argument("--stats", action="store_true", help="report on stderr how prompts were read, and the speed")
     generate.add_argument("--json", action="store_true", help="print one JSON object per completion and line")
     add_trust_option(generate, _run)
@@ -145,17 +96,16 @@ def add(verbs: Verbs) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     from contextready.infer.generate import GenerationSettings
-    from contextready.infer.sampling import Sampling
 
     settings = GenerationSettings(
-        Sampling(options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty),
+        sampling_of(options),
         max_tokens=options.max_tokens,
         samples=options.samples,
         seed=options.seed,
         stops=options.stop,
         logprobs=options.logprobs,
     )
-    _check_limits(options)
+    check_limits(options)
     request = Request(
         prompts=options.prompts,
         settings=settings,
@@ -168,25 +118,8 @@ def _run(options: argparse.Namespace) -> None:
         as_json=options.json,
         stats=options.stats,
     )
-    chosen = {name: getattr(options, name) for name in ("solver", "tolerance", "chunk", "history")}
-    run_generate(
-        options.model,
-        request,
-        engine=options.engine,
-        threads=options.threads,
-        device=options.device,
-        **{name: value for name, value in chosen.items() if value is not None},
-    )
-
-
-def _check_limits(options: argparse.Namespace) -> None:
-    from contextready.infer.engine import check_threads
-
-    check_threads("--threads", options.threads)
-    for name, (low, high) in LIMITS.items():
-        value = getattr(options, name)
-        if value is not None:
-            check_count(f"--{name.replace('_', '-')}", value, low, high)
+    history = {} if options.history is None else {"history": options.history}
+    run_generate(options.model, request, **opening_of(options), **history)
 
 
 @dataclass(frozen=True)
@@ -226,21 +159,16 @@ def run_generate(model: Path, request: Request, **opening: Any) -> None:
     longest = max(len(ids) for ids in prompts) + max((s.position for s in states if s is not None), default=0)
     capacity = request.capacity or longest + request.settings.max_tokens
     check_memory(
-        _bytes(opened, rows, capacity, opening.get("history", 1), request.settings),
+        bytes_needed(opened, rows, capacity, opening.get("history", 1), request.settings),
         f"{rows} {'completions' if rows > 1 else 'completion'} of up to {capacity:,} tokens",
         "use a smaller --context, --max-tokens, --samples or --logprobs.",
     )
     start = time.perf_counter()
     engine = opened.engine(rows, capacity)
-    if capacity > opened.trained_length:
-        print(
-            f"Note: this may reach {capacity} tokens, but the model was trained on sequences of "
-            f"{opened.trained_length}; the text beyond that may make little sense.",
-            file=sys.stderr,
-        )
+    note_length(opened, capacity)
     settings = replace(
         request.settings,
-        stop_tokens=() if request.past_end else (opened.tokenizer.end_id,),
+        stop_tokens=() if request.past_end else opened.tokenizer.stop_ids,
         keep_states=request.save_state is not None,
     )
     pieces = generate_pieces(engine, prompts, settings, tokenizer=opened.tokenizer, states=states)
@@ -258,7 +186,19 @@ def run_generate(model: Path, request: Request, **opening: Any) -> None:
         _save(request.save_state, done[0], earlier + prompts[0])
 
 
-def _bytes(opened: "LanguageModel", rows: int, capacity: int, history: int, settings: "GenerationSettings") -> int:
+def note_length(opened: "LanguageModel", capacity: int) -> None:
+    """Say so if a text may become longer than those that the model was trained on."""
+    if capacity > opened.trained_length:
+        print(
+            f"Note: this may reach {capacity} tokens, but the model was trained on sequences of "
+            f"{opened.trained_length}; the text beyond that may make little sense.",
+            file=sys.stderr,
+        )
+
+
+def bytes_needed(
+    opened: "LanguageModel", rows: int, capacity: int, history: int, settings: "GenerationSettings"
+) -> int:
     """About how much memory generating takes beside the weights. Engines of exported files count their own states."""
     from contextready.infer.engine import EXPORTED
 
@@ -329,7 +269,7 @@ def _standard_input(may_be_empty: bool) -> str:
 
 def _ids(opened: "LanguageModel", texts: list[str], request: Request) -> tuple[list[list[int]], list[Any], list[int]]:
     """Prompt ids, the states that they continue, and the newest tokens of the session before its last one."""
-    ids = opened.tokenizer.encode_batch(texts)
+    ids = opened.tokenizer.encode_prompts(texts, begin=request.state is None)
     if request.state is None:
         if request.rollback:
             raise ContextReadyError("--rollback needs a saved session; name it with --state.")

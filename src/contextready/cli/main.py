@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextready import __version__
 from contextready.cli import (
     bench,
+    chat,
     convert,
     data,
     demo,
@@ -35,6 +36,7 @@ VERBS = (
     eval,
     plot,
     generate,
+    chat,
     export,
     convert,
     bench,

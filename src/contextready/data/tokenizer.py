@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from contextready.data.conventions import PLAIN, Conventions
 from contextready.errors import ContextReadyError
 from contextready.formats.json_file import read_json
 from contextready.formats.limits import check_memory
@@ -20,22 +22,31 @@ LARGEST_SETTINGS = 16 << 20
 """Bytes of the largest tokenizer_config.json that is read; some list thousands of tokens."""
 ENCODING_BYTES = 200
 """Bytes of memory that encoding takes per byte of text (measured: 140 to 175)."""
+_ENCODING = threading.Lock()
+"""Whether special tokens are read is a setting of the native library's object, which threads may share."""
 
 
 class Tokenizer:
-    """Converts text to ids and back; one of its tokens marks the end of a document."""
+    """Converts text to ids and back; one of its tokens marks the end of a document.
 
-    def __init__(self, inner: Any, end: str | None = None, where: str = "This tokenizer") -> None:
+    `encode_batch` is for the documents of a corpus, and `encode_prompts` for what a model is to continue.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        end: str | None = None,
+        where: str = "This tokenizer",
+        conventions: Conventions = PLAIN,
+    ) -> None:
         """Wrap a `tokenizers.Tokenizer`; `end` names its end token (default: the first of the usual names it has).
 
-        `where` names the tokenizer in error messages.
+        `where` names the tokenizer in error messages. `conventions` are those of the model that it belongs to.
         """
-        self.inner, self._where = inner, where
+        self.inner, self._where, self.conventions = inner, where, conventions
         # The file may ask for padding or truncation; a corpus needs neither.
         inner.no_padding()
         inner.no_truncation()
-        # A document that contains the text "<|endoftext|>" must not end there.
-        inner.encode_special_tokens = True
         self.end = end or next((name for name in KNOWN_ENDS if inner.token_to_id(name) is not None), None)
         if self.end is None or inner.token_to_id(self.end) is None:
             missing = f"no token '{end}'" if end else f"none of the usual end tokens ({', '.join(KNOWN_ENDS)})"
@@ -83,16 +94,28 @@ class Tokenizer:
         return cls._build(read_tokenizer_json(file), str(file), end or _end_from_config(file.parent))
 
     @classmethod
-    def parse(cls, text: str, where: str, end: str | None = None) -> "Tokenizer":
+    def parse(
+        cls,
+        text: str,
+        where: str,
+        end: str | None = None,
+        conventions: Conventions = PLAIN,
+    ) -> "Tokenizer":
         """Build a tokenizer from the text of a tokenizer.json; `where` names its origin in error messages."""
         check_tokenizer_json(text, where)
-        return cls._build(text, where, end)
+        return cls._build(text, where, end, conventions)
 
     @classmethod
-    def _build(cls, checked: str, where: str, end: str | None) -> "Tokenizer":
+    def _build(
+        cls,
+        checked: str,
+        where: str,
+        end: str | None,
+        conventions: Conventions = PLAIN,
+    ) -> "Tokenizer":
         with _native(f"{where} is not a tokenizer"):
             inner = _inner(checked)
-        return cls(inner, end, where)
+        return cls(inner, end, where, conventions)
 
     @property
     def sha256(self) -> str:
@@ -108,11 +131,42 @@ class Tokenizer:
         )
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, without special tokens; uses all cores."""
+        """Return the ids of each text, without special tokens; uses all cores.
+
+        A document that contains the text "<|endoftext|>" does not end there.
+        """
+        return self._encode(texts, special=False, begin=False)
+
+    def encode_prompts(self, texts: Sequence[str], *, begin: bool = True) -> list[list[int]]:
+        """Return the ids of each text as the model's own tokenizer has them, for the model to continue.
+
+        The names of special tokens in a text are those tokens, and a model whose texts begin with a token gets it,
+        unless `begin` is false because the text continues another one or names the token itself.
+        """
+        return self._encode(texts, special=True, begin=begin and self.conventions.begins)
+
+    def _encode(self, texts: Sequence[str], *, special: bool, begin: bool) -> list[list[int]]:
         size = sum(_utf8_size(text) for text in texts)
         check_memory(ENCODING_BYTES * size, f"Tokenizing {size / 1e6:,.0f} MB of text at once", "use shorter texts.")
-        with _native(f"{self._where} cannot encode this text"):
-            return [encoding.ids for encoding in self.inner.encode_batch_fast(texts, add_special_tokens=False)]
+        with _ENCODING, _native(f"{self._where} cannot encode this text"):
+            self.inner.encode_special_tokens = not special
+            return [encoding.ids for encoding in self.inner.encode_batch_fast(texts, add_special_tokens=begin)]
+
+    @cached_property
+    def begin_ids(self) -> list[int]:
+        """The tokens that a prompt begins with, if any."""
+        return self.encode_prompts([""])[0]
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The special tokens, which are not text."""
+        with _native(f"{self._where} cannot list its tokens"):
+            return frozenset(id for id, token in self.inner.get_added_tokens_decoder().items() if token.special)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end a completion."""
+        return self.conventions.stop_ids or (self.end_id,)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of these ids, including any end tokens."""

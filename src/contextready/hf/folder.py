@@ -4,9 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from contextready.data.tokenizer import Tokenizer
 from contextready.errors import ContextReadyError
 from contextready.hf.backbone import HFBackbone
-from contextready.hf.load import load_lm, native_tokenizer
+from contextready.hf.conventions import conventional_tokenizer
+from contextready.hf.load import load_lm, load_tokenizer, native_tokenizer
 from contextready.hf.modeling import BaseTransformerForCausalLM, ContextReadyForCausalLM
 from contextready.hf.proof import verified_structure
 from contextready.model.context_ready import ContextReady
@@ -28,6 +30,16 @@ class PretrainedFolder(Checkpoint):
         size: int = self.lm.config.get_text_config().vocab_size
         return size
 
+    @property
+    def trained_length(self) -> int:
+        """The number of tokens that the model was made to read."""
+        return _known_length(self.lm) or LONGEST
+
+    def tokenizer(self) -> Tokenizer:
+        """Load the tokenizer as transformers does, with the model's conventions."""
+        ends = self.lm.generation_config.eos_token_id
+        return conventional_tokenizer(load_tokenizer(str(self.folder)), ends, str(self.folder))
+
     def model(self) -> ContextReady:
         """The model, on the CPU and in evaluation mode; a model that is not context-ready has no correction."""
         if isinstance(self.lm, ContextReadyForCausalLM):
@@ -45,7 +57,7 @@ def open_folder(path: Path) -> PretrainedFolder:
         raise ContextReadyError(
             f"{path} has no tokenizer.json; save a fast tokenizer there with tokenizer.save_pretrained(FOLDER)."
         )
-    known = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or LONGEST
+    known = _known_length(lm) or LONGEST
     passes = lm.config.passes if isinstance(lm, ContextReadyForCausalLM) else 1
     return PretrainedFolder(
         folder=path,
@@ -54,3 +66,8 @@ def open_folder(path: Path) -> PretrainedFolder:
         sharded=False,
         lm=lm,
     )
+
+
+def _known_length(lm: Any) -> int | None:
+    length: int | None = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
+    return length

@@ -34,7 +34,7 @@ def from_native(path: Path, best: bool = False) -> tuple[Any, Any]:
     checkpoint.must_have_learned_text()
     model = checkpoint.model()
     if not isinstance(checkpoint.model_config, ModelConfig):
-        return _of_pretrained(checkpoint, model), _tokenizer_of_pretrained(checkpoint)
+        return _of_pretrained(checkpoint, model), tokenizer_of_pretrained(checkpoint)
     run = {"config": checkpoint.config, "progress": asdict(checkpoint.progress)}
     tokenizer = _tokenizer(checkpoint.folder)
     ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.eos_token_id}
@@ -133,7 +133,7 @@ def _of_pretrained(checkpoint: Checkpoint, model: ContextReady) -> Any:
     return ready.eval()
 
 
-def _tokenizer_of_pretrained(checkpoint: Checkpoint) -> Any:
+def tokenizer_of_pretrained(checkpoint: Checkpoint) -> Any:
     """The tokenizer of the original model, with its settings and chat template."""
     assert checkpoint.described is not None
     settings = checkpoint.described.get("tokenizer")

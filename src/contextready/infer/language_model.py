@@ -159,13 +159,13 @@ class LanguageModel:
     def score(self, text: str, *, after: str = "") -> TextScore:
         """Log-probability of every token of a text, exactly as the model streams it.
 
-        The text is scored as the start of a new document (it follows the end-of-text token), or as the continuation
-        of `after`.
+        The text is scored as the start of a new document (it follows the model's begin token, or else the end-of-text
+        token), or as the continuation of `after`.
         """
-        before_ids, ids = self.tokenizer.encode_batch([after, text])
+        (ids,) = self.tokenizer.encode_prompts([text], begin=False)
         if not ids:
             raise ContextReadyError("The text to score is empty; pass at least one character.")
-        context = before_ids or [self.tokenizer.end_id]
+        context = self.tokenizer.encode_prompts([after])[0] or [self.tokenizer.end_id]
         engine = self.engine(1, len(context) + len(ids))
         logits_V, logprobs = engine.step(context[:1])[0], []
         for token in context[1:]:
@@ -177,10 +177,10 @@ class LanguageModel:
         return TextScore(ids, logprobs, len(text.encode()))
 
     def _pieces(self, prompts: list[str], sampling: Sampling, **settings: Any) -> Iterator[Piece]:
-        ids = self.tokenizer.encode_batch(prompts)
+        ids = self.tokenizer.encode_prompts(prompts)
         if not all(ids):
             raise ContextReadyError("The prompt is empty; pass some text to continue.")
-        chosen = GenerationSettings(sampling, stop_tokens=(self.tokenizer.end_id,), **settings)
+        chosen = GenerationSettings(sampling, stop_tokens=self.tokenizer.stop_ids, **settings)
         longest = max((len(prompt) for prompt in ids), default=0)
         engine = self.engine(len(ids) or 1, longest + chosen.max_tokens)
         return generate_pieces(engine, ids, chosen, tokenizer=self.tokenizer)
@@ -237,7 +237,6 @@ def _load_checkpoint(
 ) -> LanguageModel:
     import torch
 
-    from contextready.data.tokenizer import Tokenizer
     from contextready.device import find_device
     from contextready.infer.threads import torch_threads
     from contextready.infer.torch_engine import torch_engine
@@ -246,14 +245,14 @@ def _load_checkpoint(
     checkpoint = open_trained(path)
     checkpoint.must_have_learned_text()
     where = find_device(device)
-    model, tokenizer = checkpoint.model().to(where), Tokenizer.load(checkpoint.folder)
+    model, tokenizer = checkpoint.model().to(where), checkpoint.tokenizer()
     if threads is not None or where.type == "cpu":
         torch.set_num_threads(threads or torch_threads(model.backbone.width))
 
     def make(rows: int, capacity: int) -> Engine:
         return torch_engine(model, engine, rows=rows, capacity=capacity, **reading)
 
-    return LanguageModel(path, tokenizer, checkpoint.config["train"]["block_size"], make, model)
+    return LanguageModel(path, tokenizer, checkpoint.trained_length, make, model)
 
 
 def _stops(stop: str | Sequence[str]) -> Sequence[str]:

@@ -62,7 +62,8 @@ class _Decoder:
         self._tokenizer = tokenizer
         self._new: list[int] = []
         self._given = 0  # characters of the new tokens' text that were already returned
-        self._set_context(list(after))
+        # After a begin token alone, the text begins: its first space is stripped if the tokenizer does that.
+        self._set_context([] if tokenizer.special_ids.issuperset(after) else list(after))
 
     def push(self, token: int) -> str:
         """The characters that are certain after this token."""

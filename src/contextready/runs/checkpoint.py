@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from contextready.data.shards import Data
 from contextready.data.tokenizer import FILE as TOKENIZER_FILE
+from contextready.data.tokenizer import Tokenizer
 from contextready.errors import ContextReadyError
 from contextready.files import (
     MANIFEST,
@@ -36,7 +37,6 @@ from contextready.files import (
     check_sums,
     partial_name,
     remove,
-    remove_folder,
     staged_folder,
     write_json,
     write_manifest,
@@ -108,6 +108,19 @@ class Checkpoint:
     def described(self) -> dict[str, Any] | None:
         """The configuration of a pretrained model, which is needed to rebuild it; None for a native model."""
         return read_description(self.folder / PRETRAINED_FILE) if "pretrained" in self.config["model"] else None
+
+    @property
+    def trained_length(self) -> int:
+        """The number of tokens in the sequences that the model was trained on."""
+        length: int = self.config["train"]["block_size"]
+        return length
+
+    def tokenizer(self) -> Tokenizer:
+        """Load the tokenizer, with the conventions of the model that training started from."""
+        if isinstance(self.model_config, ModelConfig):
+            return Tokenizer.load(self.folder)
+        loaded: Tokenizer = hugging_face().checkpoint_tokenizer(self)
+        return loaded
 
     def must_have_learned_text(self) -> None:
         """Raise an error if the model knows only a task other than language modelling."""
@@ -265,10 +278,10 @@ def _training_data(checkpoint: Checkpoint) -> Path:
 
 def newest_checkpoint(run: Path) -> Path | None:
     """Return the folder of the newest checkpoint of a run, if it has one."""
-    return max(_checkpoints(run), key=_step, default=None)
+    return max(all_checkpoints(run), key=_step, default=None)
 
 
-def _checkpoints(run: Path) -> list[Path]:
+def all_checkpoints(run: Path) -> list[Path]:
     """Return the folders of all checkpoints of a run, from the oldest to the newest."""
     found = [path for path in (run / FOLDER).glob("step-*") if STEP.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=_step)
@@ -384,15 +397,3 @@ def clear_leftovers(run: Path) -> None:
     """Remove checkpoints that a killed process left partly written or partly deleted."""
     for leftover in (run / FOLDER).glob(partial_name(Path("*")).name):
         remove(leftover)
-
-
-def prune(run: Path, keep: int, best_step: int | None) -> None:
-    """Delete all checkpoints except the newest `keep` and the best."""
-    try:
-        folders = _checkpoints(run)
-    except OSError as error:
-        raise ContextReadyError(f"The old checkpoints of {run} could not be deleted: {error}.") from error
-    kept = {*folders[-keep:], *([] if best_step is None else [step_folder(run, best_step)])}
-    for folder in folders:
-        if folder not in kept:
-            remove_folder(folder)

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from contextready.errors import ContextReadyError
-from contextready.files import partial_name, staged_folder, writing
+from contextready.files import partial_name, remove_folder, staged_folder, writing
 from contextready.model.context_ready import ContextReady
 from contextready.runs.checkpoint import (
     Checkpoint,
     Progress,
+    all_checkpoints,
     check_shapes,
     fill,
     load_weights,
     named_weights,
-    prune,
     shapes_of,
     step_folder,
     write_rest,
@@ -65,8 +65,20 @@ def save_checkpoint(
                 write_rest(staging, config.as_dict(), progress, generators, tokenizer_folder, described=described)
         team.wait()
     if team.is_first:
-        prune(run, config.train.keep, progress.best_step)
+        _prune(run, config.train.keep, progress.best_step)
     return folder
+
+
+def _prune(run: Path, keep: int, best_step: int | None) -> None:
+    """Delete all checkpoints except the newest `keep` and the best."""
+    try:
+        folders = all_checkpoints(run)
+    except OSError as error:
+        raise ContextReadyError(f"The old checkpoints of {run} could not be deleted: {error}.") from error
+    kept = {*folders[-keep:], *([] if best_step is None else [step_folder(run, best_step)])}
+    for folder in folders:
+        if folder not in kept:
+            remove_folder(folder)
 
 
 def restore(checkpoint: Checkpoint, model: ContextReady, optimizer: torch.optim.Optimizer, team: Team) -> Progress:

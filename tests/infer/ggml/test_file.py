@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 import torch
 from helpers import small_config, small_model
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 
 from contextready import ContextReady, ContextReadyError, Transformer, build_correction
+from contextready.data.conventions import Conventions
 from contextready.data.tokenizer import Tokenizer
 from contextready.model.correction import CORRECTIONS
 from contextready.model.correction_module import CorrectionModule
@@ -16,6 +18,7 @@ pytest.importorskip("ggml")
 gguf = pytest.importorskip("gguf")
 
 from contextready.infer.ggml import file as gguf_file  # noqa: E402
+from contextready.infer.ggml import tokenizer_fields  # noqa: E402
 from contextready.infer.ggml.engine import GgmlEngine  # noqa: E402
 from contextready.infer.ggml.file import TYPES, read_gguf, write_gguf  # noqa: E402
 
@@ -41,7 +44,7 @@ def test_the_tokenizer_comes_along(tmp_path):
     tokenizer = Tokenizer.train(["some text to learn from, some more of it"] * 3, 262)
     path = exported(single(vocab_size=262), tmp_path, tokenizer=tokenizer)
     read = read_gguf(path)
-    assert (read.trained_length, read.config.vocab_size, read.end_token) == (64, 262, tokenizer.end)
+    assert (read.trained_length, read.config.vocab_size, read.tokenizer().end) == (64, 262, tokenizer.end)
     assert read.tokenizer().sha256 == tokenizer.sha256
     assert read.parameters == sum(p.numel() for p in single(vocab_size=262).parameters())
     with pytest.raises(ContextReadyError, match=r"no tokenizer.*; export a run whose data has a tokenizer"):
@@ -234,7 +237,7 @@ def test_a_state_larger_than_the_memory_is_refused(tmp_path, name):
 
 
 def test_the_tokenizer_of_a_file_is_checked(tmp_path):
-    bad, key = tmp_path / "bad.gguf", gguf_file.TOKENIZER_KEY
+    bad = tmp_path / "bad.gguf"
     hostile = json.loads(Tokenizer.train(["some text"], 257).inner.to_str())
     hostile["model"]["vocab"]["a"] = 2**31
     for value, sentence in (
@@ -245,10 +248,38 @@ def test_the_tokenizer_of_a_file_is_checked(tmp_path):
             r"The tokenizer in .*bad\.gguf is not a tokenizer: the id of the token 'a' is 2,147,483,648",
         ),
     ):
-        write(bad, FIELDS, GOOD, others=[("string", key, value)])
+        write(bad, FIELDS, GOOD, others=[("string", tokenizer_fields.JSON_KEY, value)])
         with pytest.raises(ContextReadyError, match=sentence):
             read_gguf(bad).tokenizer()
-    for name in (key, gguf_file.END_KEY):
-        write(bad, FIELDS, GOOD, others=[("uint32", name, 5)])
-        with pytest.raises(ContextReadyError, match="sizes do not describe a model; export"):
-            read_gguf(bad)
+    good = ("string", tokenizer_fields.JSON_KEY, Tokenizer.train(["some text"], 257).inner.to_str())
+    for others in (
+        [("uint32", tokenizer_fields.JSON_KEY, 5)],
+        [good, ("uint32", tokenizer_fields.END_KEY, 5)],
+        [good, ("uint32", tokenizer_fields.TEMPLATE_KEY, 5)],
+        [good, ("uint32", tokenizer_fields.BEGINS_KEY, 1)],
+        [good, ("uint32", tokenizer_fields.STOPS_KEY, 1)],
+        [good, ("string", tokenizer_fields.NAMED["bos_token"], "x")],
+        [good, ("uint32", tokenizer_fields.NAMED["bos_token"], 257)],
+        [good, ("int32", tokenizer_fields.NAMED["bos_token"], -1)],
+    ):
+        write(bad, FIELDS, GOOD, others=others)
+        with pytest.raises(ContextReadyError, match=r"is damaged: its fields do not describe a tokenizer; export"):
+            read_gguf(bad).tokenizer()
+
+
+def test_the_conventions_of_the_tokenizer_come_along(tmp_path):
+    trained = Tokenizer.train(["some text to learn from, some more of it"] * 3, 262)
+    trained.inner.add_special_tokens(["<s>", "<pad>"])
+    trained.inner.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 262)])
+    named = {"bos_token": "<s>", "eos_token": trained.end, "pad_token": "<pad>"}
+    conventions = Conventions(True, (trained.end_id, 263), "{{ bos_token }}{{ messages }}", named)
+    tokenizer = Tokenizer(trained.inner, trained.end, conventions=conventions)
+    path = exported(single(vocab_size=264), tmp_path, tokenizer=tokenizer)
+    fields = {key: field.contents() for key, field in gguf.GGUFReader(path).fields.items()}
+    assert fields["tokenizer.ggml.bos_token_id"] == 262
+    assert fields["tokenizer.ggml.add_bos_token"] is True
+    assert fields["tokenizer.chat_template"] == conventions.chat_template
+    read = read_gguf(path).tokenizer()
+    assert read.conventions == conventions
+    assert read.encode_prompts(["some<pad>"]) == tokenizer.encode_prompts(["some<pad>"])
+    assert read.encode_prompts(["some"])[0][0] == 262

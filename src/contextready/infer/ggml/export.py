@@ -11,7 +11,6 @@ import numpy as np
 from contextready.data.batches import Sequences
 from contextready.data.shards import IGNORED
 from contextready.data.tokenizer import FILE as TOKENIZER_FILE
-from contextready.data.tokenizer import Tokenizer
 from contextready.errors import ContextReadyError
 from contextready.extras import require
 from contextready.infer.engine import EXPORTED, Engine
@@ -100,7 +99,7 @@ class Export:
         self.block_size: int = checkpoint.config["train"]["block_size"]
         # Token files may come without a tokenizer.
         has_tokenizer = (checkpoint.folder / TOKENIZER_FILE).is_file()
-        self.tokenizer = Tokenizer.load(checkpoint.folder) if has_tokenizer else None
+        self.tokenizer = checkpoint.tokenizer() if has_tokenizer else None
         self.sequences: Sequences | None = None
         self.count = 0
         if tokens:

@@ -14,6 +14,7 @@ from contextready.extras import require
 from contextready.files import staged_file
 from contextready.formats.gguf_file import GgufTensor, read_gguf_file
 from contextready.formats.limits import check_range, shown
+from contextready.infer.ggml.tokenizer_fields import read_tokenizer, write_tokenizer
 from contextready.model.config import TransformerConfig
 from contextready.model.correction import CORRECTIONS, NO_CORRECTION, find_correction
 
@@ -29,8 +30,6 @@ FORMATS = (1, 2)
 TYPES = ("f32", "f16", "q8_0", "q4_0")
 LONGEST = 1 << 31
 """The most tokens in a training sequence."""
-TOKENIZER_KEY = "tokenizer.huggingface.json"
-END_KEY = f"{ARCHITECTURE}.end_token"
 
 
 @dataclass(frozen=True)
@@ -114,8 +113,8 @@ class Exported:
     config: ExportedConfig
     trained_length: int
     """Number of tokens in a training sequence."""
-    tokenizer_json: str | None
-    end_token: str | None
+    fields: dict[str, Any]
+    """Everything that the file says, of which the tokenizer is checked when it is loaded."""
     weights: dict[str, GgufTensor]
 
     @property
@@ -135,14 +134,13 @@ class Exported:
 
     def tokenizer(self) -> "Tokenizer":
         """Load the tokenizer that was exported with the model."""
-        if self.tokenizer_json is None:
+        tokenizer = read_tokenizer(self.fields, str(self.path))
+        if tokenizer is None:
             raise ContextReadyError(
                 f"{self.path} contains no tokenizer, so it cannot be used with text; export a run whose data has a "
                 "tokenizer."
             )
-        from contextready.data.tokenizer import Tokenizer
-
-        return Tokenizer.parse(self.tokenizer_json, f"The tokenizer in {self.path}", self.end_token)
+        return tokenizer
 
 
 def write_gguf(
@@ -221,9 +219,7 @@ def read_gguf(path: str | Path) -> Exported:
         )
     config, trained_length = _read_fields(fields, len(contents.tensors), path)
     _check_weights(config, contents.tensors, path)
-    return Exported(
-        path, config, trained_length, fields.get(TOKENIZER_KEY), fields.get(END_KEY), weights=contents.tensors
-    )
+    return Exported(path, config, trained_length, fields, weights=contents.tensors)
 
 
 def _describe(model: "ContextReady") -> "tuple[ExportedConfig, dict[str, Tensor]]":
@@ -279,8 +275,7 @@ def _add_fields(writer: Any, config: ExportedConfig, trained_length: int, tokeni
             expected = FIELD_TYPES.get(name, int)
             add[expected](f"{ARCHITECTURE}.{key}", expected(value))
     if tokenizer is not None:
-        writer.add_string(TOKENIZER_KEY, tokenizer.inner.to_str())
-        writer.add_string(END_KEY, tokenizer.end)
+        write_tokenizer(writer, tokenizer)
 
 
 def _read_fields(fields: dict[str, Any], tensors: int, path: Path) -> tuple[ExportedConfig, int]:
@@ -291,9 +286,8 @@ def _read_fields(fields: dict[str, Any], tensors: int, path: Path) -> tuple[Expo
         trained_length = fields[f"{ARCHITECTURE}.context_length"]
     except KeyError as error:
         raise ContextReadyError(f"{path} is damaged: the field {error} is missing; export it again.") from None
-    texts = [fields[key] for key in (TOKENIZER_KEY, END_KEY) if key in fields]
     right = all(type(known[name]) is FIELD_TYPES.get(name, int) for name in known)
-    if not right or type(trained_length) is not int or not all(type(text) is str for text in texts):
+    if not right or type(trained_length) is not int:
         raise ContextReadyError(f"{damaged}; export it again.")
     try:
         # Every layer has tensors, so nothing that loops over the layers takes longer than the file is long.
