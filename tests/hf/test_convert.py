@@ -132,6 +132,7 @@ def test_json_has_the_same_costs(base, tmp_path):
             "carried_bytes": 32 * 4,
         },
         "training": None,
+        "not_native": None,
     }
 
 
@@ -148,7 +149,13 @@ def test_json_of_a_run_has_its_perplexity(runs, tmp_path):
         }
         assert (found["costs"] is None) == (name == "plain")
     back = json.loads(crt("convert", tmp_path / "add", tmp_path / "back", "--json"))
-    assert back == {"out": str(tmp_path / "back"), "format": "checkpoint", "costs": None, "training": None}
+    assert back == {
+        "out": str(tmp_path / "back"),
+        "format": "checkpoint",
+        "costs": None,
+        "training": None,
+        "not_native": None,
+    }
 
 
 def test_the_code_of_its_card_runs(converted, capsys):

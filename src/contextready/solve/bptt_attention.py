@@ -39,7 +39,7 @@ class StepAttention:
         # Order: keys, queries, values. Channel pairs of keys and queries that rotate together are adjacent.
         pairs_E = channel_pairs(torch.arange(E, device=like.all.device), attend.pair_dim)
         pairs_E = pairs_E.movedim(attend.pair_dim, -1).flatten()
-        q, k, v = torch.split(torch.arange((H + 2 * G) * E, device=like.all.device).view(-1, E), (H, G, G))
+        q, k, v = torch.split(torch.arange((H + 2 * G) * E, device=like.all.device).view(-1, E), [H, G, G])
         order = torch.cat((k[:, pairs_E].flatten(), q[:, pairs_E].flatten(), v.flatten()))
         self.kqv, self.out = StepLinear(attention.qkv, like, order), StepLinear(attention.out, like)
         self.norms = None if attention.q_norm is None else _HeadNorms(attention, pairs_E)
@@ -72,7 +72,7 @@ class StepAttention:
 
     def forward(self, t: int, x_BC: Tensor) -> Tensor:
         first, (B, H, G, E) = max(0, t + 1 - self.W), self.sizes
-        kq_BRE, v_BGE = torch.split(self.kqv.forward(t, x_BC).view(B, -1, E), (G + H, G), dim=1)
+        kq_BRE, v_BGE = torch.split(self.kqv.forward(t, x_BC).view(B, -1, E), [G + H, G], dim=1)
         if self.norms is not None:
             kq_BRE = self.norms.forward(kq_BRE)
         _rotate(kq_BRE, self.rotation[t], out=kq_BRE)
@@ -107,7 +107,7 @@ class StepAttention:
         end = min(begin + KEY_BLOCK, self.T)
         self._add_to_keys(range(t, t + 1), range(t, min(end, t + self.W)))
         dv_BHE, dk_BHE, dq_BHE = self.dvkq_3BHTE[:, :, :, t].unbind(0)
-        dkq_BRE, dv_BGE = torch.split(self.kqv.dy.at[t].view(B, -1, E), (G + H, G), dim=1)
+        dkq_BRE, dv_BGE = torch.split(self.kqv.dy.at[t].view(B, -1, E), [G + H, G], dim=1)
         _rotate(_summed(dk_BHE, G), self.inverse_rotation[t][:G], out=dkq_BRE[:, :G])
         _rotate(dq_BHE, self.inverse_rotation[t][G:], out=dkq_BRE[:, G:])
         if self.norms is not None:
@@ -167,7 +167,7 @@ class _HeadNorms:
 def _summed(x_BHE: Tensor, groups: int) -> Tensor:
     """Add up the gradients of all heads that share keys and values."""
     B, H, E = x_BHE.shape
-    return x_BHE if H == groups else x_BHE.reshape(B, groups, H // groups, E).sum(2)
+    return x_BHE if groups == H else x_BHE.reshape(B, groups, H // groups, E).sum(2)
 
 
 def _rotate(x_BHE: Tensor, rotation: Tensor, out: Tensor) -> None:

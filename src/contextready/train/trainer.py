@@ -89,7 +89,7 @@ class Trainer:
         # Everything that can be wrong with a checkpoint is found before a model is built.
         saved = None if newest is None else self._open(newest)
         torch.manual_seed(t.seed)
-        self.model = start_model(config.model).to(self.device)
+        self.model = start_model(config.model, None if saved is None else saved.described).to(self.device)
         self.account = cost_of(config.model, self.model)
         self.macs = cache(partial(sequence_macs, self.account, t))
         if newest is None and t.init_from is not None:
