@@ -167,3 +167,22 @@ def test_an_export_is_refused_rather_than_wrong(tmp_path, changes):
     with pytest.raises(ContextReadyError, match="cannot be exported yet"):
         write_gguf(small_model(**changes).float(), tmp_path / "x.gguf", 16, "f32", None)
     assert not list(tmp_path.iterdir())
+
+
+@every_option
+def test_training_in_bfloat16_stays_close(changes):
+    model, tokens = small_model(gain=0.5, **changes).float(), random_tokens()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model.train()(tokens, 3)
+    logits.square().mean().backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+    exact = model.eval()(tokens, 3)
+    assert torch.nn.functional.cosine_similarity(logits.float().flatten(), exact.flatten(), dim=0) > 0.98
+
+
+@every_option
+def test_a_model_in_bfloat16_runs(changes):
+    model, tokens = small_model(gain=0.5, **changes).bfloat16(), random_tokens()
+    assert model(tokens, 2).dtype == torch.bfloat16
+    logits, _ = model.stream(tokens, model.init_state(2))
+    assert bool(logits.isfinite().all())

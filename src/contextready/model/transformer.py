@@ -39,7 +39,10 @@ class Attention(nn.Module):
         H, G = self.heads, self.shared_heads
         qk_BTHE, v_BTGE = self.qkv(x_BTC).view(B, T, -1, self.head_size).split((H + G, G), dim=2)
         if self.q_norm is not None and self.k_norm is not None:
-            qk_BTHE = torch.cat((self.q_norm(qk_BTHE[:, :, :H]), self.k_norm(qk_BTHE[:, :, H:])), dim=2)
+            # Under autocast, the norms compute in the type of their weights.
+            wide_BTHE = qk_BTHE.to(self.q_norm.weight.dtype)
+            normed = (self.q_norm(wide_BTHE[:, :, :H]), self.k_norm(wide_BTHE[:, :, H:]))
+            qk_BTHE = torch.cat(normed, dim=2).to(qk_BTHE.dtype)
         if self.has_rope:
             qk_BTHE = attend.rotate(qk_BTHE)
         q_BHTE, k_BGTE = qk_BTHE.transpose(1, 2).split((H, G), dim=1)
