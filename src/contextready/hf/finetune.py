@@ -33,7 +33,7 @@ from contextready.runs.config import AUTO, PretrainedModelConfig
 def start(config: PretrainedModelConfig, described: dict[str, Any] | None = None) -> ContextReady:
     """Load the model to train from pretrained weights; a plain model gets a new correction, or none.
 
-    `described` is what the checkpoint says about the model, if a run goes on.
+    `described` is what the checkpoint says about the model, if a run resumes.
     """
     loaded = load_lm(config.pretrained)
     _refuse_router_loss(loaded, config.pretrained)
@@ -41,7 +41,7 @@ def start(config: PretrainedModelConfig, described: dict[str, Any] | None = None
     backbone = model.backbone
     assert isinstance(backbone, HFBackbone)
     backbone.tokenizer_settings = read_tokenizer_settings(config.pretrained)
-    # Runs of earlier versions go on with the model that they began with.
+    # Runs of earlier versions resume with the model that they began with.
     if config.tune != "lora" and (described is None or described.get("native", False)):
         model = _native(model)
     return _prepared(model, config)
