@@ -25,12 +25,24 @@ class Linear:
 class LN:
     weight: np.ndarray
     bias: np.ndarray | None = None
+    eps: float = 1e-5
 
     def __call__(self, x: Vector) -> Vector:
         mean = sum(x) / len(x)
         variance = sum((v - mean) ** 2 for v in x) / len(x)
-        y = (x - mean) / math.sqrt(variance + 1e-5) * self.weight
+        y = (x - mean) / math.sqrt(variance + self.eps) * self.weight
         return y if self.bias is None else y + self.bias
+
+
+@dataclass
+class RMS:
+    """Llama's norm: divides by the root mean square."""
+
+    weight: np.ndarray
+    eps: float
+
+    def __call__(self, x: Vector) -> Vector:
+        return np.array([v / math.sqrt(sum(u * u for u in x) / len(x) + self.eps) for v in x]) * self.weight
 
 
 @dataclass
@@ -44,14 +56,49 @@ class FFN:
 
 
 @dataclass
+class GatedFFN:
+    """Llama's network: SiLU of the gate times up, then down."""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    def __call__(self, x: Vector) -> Vector:
+        gate, up = self.gate(x), self.up(x)
+        return self.down(np.array([g / (1.0 + math.exp(-g)) * u for g, u in zip(gate, up, strict=True)]))
+
+
+@dataclass
 class Layer:
-    norm_a: LN
+    norm_a: LN | RMS
     q: Linear
     k: Linear
     v: Linear
     out: Linear
-    norm_f: LN
-    ffn: FFN
+    norm_f: LN | RMS
+    ffn: FFN | GatedFFN
+    norm_q: RMS | None = None
+    norm_k: RMS | None = None
+    rotates: bool = True
+
+
+@dataclass
+class Llama3:
+    """Llama 3's scaling of the rotary angles, by their wavelength."""
+
+    factor: float
+    low: float
+    high: float
+    length: int
+
+    def __call__(self, frequency: float) -> float:
+        wavelength = 2 * math.pi / frequency
+        if wavelength < self.length / self.high:
+            return frequency
+        if wavelength > self.length / self.low:
+            return frequency / self.factor
+        smooth = (self.length / wavelength - self.low) / (self.high - self.low)
+        return (1 - smooth) * frequency / self.factor + smooth * frequency
 
 
 @dataclass
@@ -60,13 +107,19 @@ class Model:
 
     embedding: np.ndarray
     layers: list[Layer]
-    norm_out: LN
+    norm_out: LN | RMS
     head: Linear
     heads: int
     window: int | None = None
     rope_base: float | None = 10_000.0
     """None: neighbouring channels turn by 0, 1, 2, … radians per position."""
-    extra: tuple[LN, FFN] | None = None
+    scaling: float | Llama3 = 1.0
+    """All frequencies are divided by a number, or scaled as in Llama 3."""
+    size: int | None = None
+    """Channels per head; None: all heads together are as wide as the model."""
+    kv_heads: int | None = None
+    """Heads of keys and values; None: as many as heads."""
+    extra: tuple[LN | RMS, FFN | GatedFFN] | None = None
     variant: str | None = None
     corr_norms: dict[str, LN] | None = None
     corr_ffn: FFN | None = None
@@ -81,16 +134,20 @@ class Caches:
     values: list[list[Vector]] = field(default_factory=list)
 
 
-def rope(x: Vector, position: int, base: float | None) -> Vector:
+def rope(x: Vector, position: int, base: float | None, scaling: float | Llama3 = 1.0) -> Vector:
     """Rotate the pair (i, i + half) of one head's vector by position / base^(2i / size).
 
     Without a base, rotate the pair (2i, 2i + 1) by i radians per position.
     """
+
+    def scaled(frequency: float) -> float:
+        return scaling(frequency) if isinstance(scaling, Llama3) else frequency / scaling
+
     half = len(x) // 2
     y = np.zeros_like(x)
     for i in range(half):
         first, second = (2 * i, 2 * i + 1) if base is None else (i, i + half)
-        angle = position * i if base is None else position / base ** (2 * i / len(x))
+        angle = position * i if base is None else position * scaled(base ** (-2 * i / len(x)))
         y[first] = x[first] * math.cos(angle) - x[second] * math.sin(angle)
         y[second] = x[first] * math.sin(angle) + x[second] * math.cos(angle)
     return y
@@ -98,20 +155,31 @@ def rope(x: Vector, position: int, base: float | None) -> Vector:
 
 def attention(model: Model, layer: Layer, x: Vector, t: int, keys: list[Vector], values: list[Vector]) -> Vector:
     """Attn(x; K, V) at position t; adds t's key and value to the caches first."""
-    size = len(x) // model.heads
-    parts = [slice(h * size, (h + 1) * size) for h in range(model.heads)]
+    size = model.size or len(x) // model.heads
+    kv_heads = model.kv_heads or model.heads
+
+    def head(vector: Vector, h: int) -> Vector:
+        return vector[h * size : (h + 1) * size]
+
+    def placed(vector: Vector, norm: RMS | None) -> Vector:
+        vector = vector if norm is None else norm(vector)
+        return rope(vector, t, model.rope_base, model.scaling) if layer.rotates else vector
+
     q, k, v = layer.q(x), layer.k(x), layer.v(x)
-    keys.append(np.concatenate([rope(k[part], t, model.rope_base) for part in parts]))
+    keys.append(np.concatenate([placed(head(k, h), layer.norm_k) for h in range(kv_heads)]))
     values.append(v)
     first = 0 if model.window is None else max(0, t - model.window + 1)
-    y = np.zeros_like(x)
-    for part in parts:
-        q_h = rope(q[part], t, model.rope_base)
-        scores = [float(q_h @ keys[s][part]) / math.sqrt(size) for s in range(first, t + 1)]
+    outputs = []
+    for h in range(model.heads):
+        shared = h // (model.heads // kv_heads)
+        q_h = placed(head(q, h), layer.norm_q)
+        scores = [float(q_h @ head(keys[s], shared)) / math.sqrt(size) for s in range(first, t + 1)]
         weights = [math.exp(score - max(scores)) for score in scores]
+        y_h = np.zeros(size)
         for s, weight in zip(range(first, t + 1), weights, strict=True):
-            y[part] += weight / sum(weights) * values[s][part]
-    return layer.out(y)
+            y_h += weight / sum(weights) * head(values[s], shared)
+        outputs.append(y_h)
+    return layer.out(np.concatenate(outputs))
 
 
 def block_unit(model: Model, x: Vector, t: int, caches: Caches) -> Vector:

@@ -41,11 +41,20 @@ READY = {
         **{"bias": True, "head_bias": True, "rope": "integer", "init": "torch", "correction": "concat_z"},
         **{"dropout": 0.2, "attention_dropout": 0.2, "dropout_at": "embedding", "decay": "all"},
     },
+    "like Qwen3": {
+        **{"norm": "rms", "norm_eps": 1e-6, "ffn": "swiglu", "ffn_width": 40, "heads": 4, "kv_heads": 2},
+        **{"head_width": 6, "qk_norm": True, "tied_embeddings": True},
+    },
+    "like SmolLM3": {
+        **{"norm": "rms", "ffn": "swiglu", "layers": 2, "no_rope_every": 2, "qkv_bias": True, "window": 5},
+        **{"rope": "llama3", "rope_factor": 4.0, "rope_length": 16},
+    },
 }
 PLAIN = {
     "plain": {"correction": None},
     "plain, window, bias": {"correction": None, "window": 5, "bias": True},
     "plain, extra FFN": {"correction": None, "extra_ffn": True},
+    "plain, tied": {"correction": None, "tied_embeddings": True, "norm": "rms", "rope": "linear", "rope_factor": 2.0},
     "plain, head bias": {"correction": None, "head_bias": True, "rope": "integer", "dropout_at": "embedding"},
 }
 RUNS = READY | PLAIN
@@ -123,6 +132,7 @@ def test_json_has_the_same_costs(base, tmp_path):
             "carried_bytes": 32 * 4,
         },
         "training": None,
+        "not_native": None,
     }
 
 
@@ -139,7 +149,13 @@ def test_json_of_a_run_has_its_perplexity(runs, tmp_path):
         }
         assert (found["costs"] is None) == (name == "plain")
     back = json.loads(crt("convert", tmp_path / "add", tmp_path / "back", "--json"))
-    assert back == {"out": str(tmp_path / "back"), "format": "checkpoint", "costs": None, "training": None}
+    assert back == {
+        "out": str(tmp_path / "back"),
+        "format": "checkpoint",
+        "costs": None,
+        "training": None,
+        "not_native": None,
+    }
 
 
 def test_the_code_of_its_card_runs(converted, capsys):

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import KINDS, random_tokens, small_model
+from helpers import KINDS, OPTIONS, every_option, random_tokens, small_model
 
 from contextready import ContextReady, Transformer
 from contextready.model.correction_module import CorrectionModule
 from contextready.solve.bptt import DifferentiableStream
-from contextready.solve.bptt_parts import KEY_BLOCK
+from contextready.solve.bptt_attention import KEY_BLOCK
 from contextready.train.objective import Objective
 
 LONG = 2 * KEY_BLOCK + 5
@@ -99,6 +99,29 @@ def test_the_gradient_of_any_number_and_size_of_heads(width, heads):
 def test_the_gradient_of_neighbouring_channels_that_rotate_together(width, heads):
     model = small_model(width=width, heads=heads, rope="integer", bias=True)
     check(model, embeddings(width=width))
+
+
+@every_option
+@pytest.mark.parametrize("kind", ["add", "block_head", "tied", "tied_norm"])
+def test_the_gradient_with_the_settings_of_other_families(kind, changes):
+    check(small_model(correction=kind, gain=0.5, **changes), embeddings())
+
+
+@pytest.mark.parametrize("name", ["like Qwen3", "like SmolLM3", "everything"])
+def test_their_gradient_of_sequences_longer_than_a_chunk(name):
+    model = small_model(gain=0.5, **OPTIONS[name])
+    stream = DifferentiableStream(model)
+    check(model, embeddings(length=LONG), stream)
+    # Again with the same buffers.
+    check(model, embeddings(length=LONG, seed=4), stream)
+
+
+def test_their_gradient_with_dropout():
+    changes = {"dropout": 0.3, "attention_dropout": 0.3, "dropout_at": "embedding"}
+    model = small_model(gain=0.5, **OPTIONS["everything"], **changes).train()
+    objective = Objective(model, gradient="bptt")
+    objective.backward(random_tokens(), random_tokens(seed=5), None)
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
 
 
 def test_the_gradient_is_that_of_numerical_differentiation():

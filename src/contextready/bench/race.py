@@ -119,7 +119,10 @@ def random_state(config: ModelConfig, position: int) -> State:
     """Create a state with one row that has read `position` tokens, with random keys and values."""
     held = position if config.window is None else min(position, config.window)
     layers = tuple(
-        (torch.randn(1, config.heads, held, config.head_size), torch.randn(1, config.heads, held, config.head_size))
+        (
+            torch.randn(1, config.shared_heads, held, config.head_size),
+            torch.randn(1, config.shared_heads, held, config.head_size),
+        )
         for _ in range(config.layers)
     )
     cache = KVCache(layers, position, config.window, config.window)

@@ -23,7 +23,8 @@ def add(verbs: Verbs) -> None:
         "make a pretrained model context-ready, or convert a run to Hugging Face format",
         "Add a correction to a pretrained causal language model and save it in Hugging Face format.\n"
         "The correction starts at zero, so the model computes the same function until it is\n"
-        "fine-tuned. A run or checkpoint is converted to Hugging Face format, and back.",
+        "fine-tuned. Llama, Mistral, Qwen2, Qwen3 and SmolLM models then run natively; others\n"
+        "keep a wrapper. A run or checkpoint is converted to Hugging Face format, and back.",
         EXAMPLES,
         _describe_corrections,
     )

@@ -126,7 +126,8 @@ def _print_one(entry: "Entry", dtype: "torch.dtype") -> None:
     table = Table(title=f"{entry.name}: {kind}", show_header=False, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column()
-    table.add_row("shape", f"layers {c.layers}, width {c.width}, heads {c.heads}")
+    shared = "" if c.shared_heads == c.heads else f" (of keys and values {c.shared_heads})"
+    table.add_row("shape", f"layers {c.layers}, width {c.width}, heads {c.heads}{shared}")
     table.add_row("attention", "full" if c.window is None else f"window of {c.window} tokens")
     counted, like = entry.paper_macs, entry.paper.flops if entry.paper else None
     without_head = " (no head)" if counted != a.macs else ""

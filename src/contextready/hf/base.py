@@ -86,7 +86,9 @@ class BaseTransformerForCausalLM(
     BaseTransformerPreTrained,
     GenerationMixin,  # type: ignore[misc]
 ):
-    """The paper's "roformer" baseline with a language-modelling head."""
+    """The native transformer with a language-modelling head."""
+
+    _tied_weights_keys = {"model.native.unembedding.weight": "model.native.embedding.weight"}  # noqa: RUF012
 
     def __init__(self, config: BaseTransformerConfig) -> None:
         super().__init__(config)

@@ -1,24 +1,21 @@
 """Configurations registered with Hugging Face's Auto classes: the native transformer, and context-ready models."""
 
+from dataclasses import fields
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
 from contextready.model.config import TransformerConfig
 
-SAME_NAMES = (
-    "extra_ffn",
-    "dropout",
-    "bias",
-    "rope_base",
-    "rope",
-    "head_bias",
-    "attention_dropout",
-    "dropout_at",
-    "init",
-)
-"""Settings of the native transformer that have the same name here."""
-OWN_HEAD = ["transformer.final_norm", "transformer.unembedding"]
+NEW_NAMES = {
+    "vocab_size": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "window": "sliding_window",
+}
+"""Settings of the native transformer and their names here; all others have the same name."""
+SAME_NAMES = tuple(field.name for field in fields(TransformerConfig) if field.name not in NEW_NAMES)
 
 
 class BaseTransformerConfig(PretrainedConfig):  # type: ignore[misc]
@@ -34,15 +31,6 @@ class BaseTransformerConfig(PretrainedConfig):  # type: ignore[misc]
         num_hidden_layers: int = 1,
         num_attention_heads: int = 4,
         sliding_window: int | None = None,
-        extra_ffn: bool = False,
-        dropout: float = 0.0,
-        bias: bool = False,
-        rope_base: float = 10_000.0,
-        rope: str = "geometric",
-        head_bias: bool = False,
-        attention_dropout: float = 0.0,
-        dropout_at: str = "input",
-        init: str = "gpt2",
         max_position_embeddings: int = 1024,
         run: dict[str, Any] | None = None,
         **kwargs: Any,
@@ -51,50 +39,39 @@ class BaseTransformerConfig(PretrainedConfig):  # type: ignore[misc]
         self.hidden_size = hidden_size
         self.num_hidden_layers = num_hidden_layers
         self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_attention_heads
-        self.head_dim = hidden_size // num_attention_heads
         self.sliding_window = sliding_window
-        self.extra_ffn = extra_ffn
-        self.dropout = dropout
-        self.bias = bias
-        self.rope_base = rope_base
-        self.rope = rope
-        self.head_bias = head_bias
-        self.attention_dropout = attention_dropout
-        self.dropout_at = dropout_at
-        self.init = init
+        for name in SAME_NAMES:
+            setattr(self, name, kwargs.pop(name, getattr(TransformerConfig, name)))
+        self.num_key_value_heads = num_attention_heads if self.kv_heads is None else self.kv_heads
+        self.head_dim = hidden_size // num_attention_heads if self.head_width is None else self.head_width
         self.max_position_embeddings = max_position_embeddings
         self.run = run
         self.layer_types = ["sliding_attention" if sliding_window else "full_attention"] * num_hidden_layers
         # These follow from the other fields, but older files may contain them.
         for key in ("num_key_value_heads", "head_dim", "layer_types"):
             kwargs.pop(key, None)
-        super().__init__(**{"tie_word_embeddings": False} | kwargs)
+        super().__init__(**kwargs | {"tie_word_embeddings": self.tied_embeddings})
 
     @classmethod
     def of(cls, config: TransformerConfig, max_position_embeddings: int, **kwargs: Any) -> "BaseTransformerConfig":
         """Create the configuration that describes a native transformer."""
         return cls(
-            vocab_size=config.vocab_size,
-            hidden_size=config.width,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            sliding_window=config.window,
             max_position_embeddings=max_position_embeddings,
+            **{name: getattr(config, own) for own, name in NEW_NAMES.items()},
             **{name: getattr(config, name) for name in SAME_NAMES},
             **kwargs,
         )
 
     def native(self) -> TransformerConfig:
         """The same configuration in native form."""
-        return TransformerConfig(
-            vocab_size=self.vocab_size,
-            width=self.hidden_size,
-            layers=self.num_hidden_layers,
-            heads=self.num_attention_heads,
-            window=self.sliding_window,
-            **{name: getattr(self, name) for name in SAME_NAMES} | {"rope_base": float(self.rope_base)},
-        )
+        values = {
+            field.name: getattr(self, NEW_NAMES.get(field.name, field.name)) for field in fields(TransformerConfig)
+        }
+        for field in fields(TransformerConfig):
+            # JSON may have written a whole number.
+            if field.type is float and isinstance(values[field.name], int):
+                values[field.name] = float(values[field.name])
+        return TransformerConfig(**values)
 
 
 def of_backbone(base_config: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from contextready.errors import ContextReadyError
 from contextready.files import staged_folder
 from contextready.hf.backbone import HFBackbone
 from contextready.hf.card import write_card
+from contextready.hf.families import why_not_native
 from contextready.hf.finetune import cost
 from contextready.hf.load import load_lm, load_tokenizer, quiet, save_tokenizer
 from contextready.hf.modeling import BaseTransformerForCausalLM, ContextReadyForCausalLM
@@ -92,6 +93,8 @@ class Conversion:
     """If the model written is a context-ready one in Hugging Face format."""
     training: Training | None = None
     """If a run or checkpoint was converted."""
+    not_native: str | None = None
+    """Why a pretrained model has no native form; None if it has one."""
 
     def as_record(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -100,6 +103,7 @@ class Conversion:
             "format": self.format,
             "costs": None if self.costs is None else asdict(self.costs),
             "training": None if self.training is None else asdict(self.training),
+            "not_native": self.not_native,
         }
 
 
@@ -117,8 +121,8 @@ def convert(
 
     A pretrained causal language model gets a zero correction. With `auto` it is balanced if the model's z is many times
     as large as e, and add otherwise. Its output has the factor `scale`, by default the root mean square of the model's
-    embeddings. A run or checkpoint is written in Hugging Face format. A native model in Hugging Face format is written
-    as a checkpoint again.
+    embeddings. A run or checkpoint is written in Hugging Face format. A context-ready model in Hugging Face format is
+    written as a checkpoint again, if it has a native form.
     """
     if out.exists():
         raise ContextReadyError(f"{out} already exists; delete it or choose another name.")
@@ -171,11 +175,13 @@ def _from_pretrained(source: str, lm: Any, out: Path, settings: dict[str, Any]) 
     costs = count_costs(model)
     measured = {"Before training": f"identical logits to {base or 'the original model'}, checked on {PROOF} tokens."}
     _write(out, model, load_tokenizer(source), base, costs.rows(), measured=measured)
+    not_native = why_not_native(lm)
+    runs = "a native model" if not_native is None else f"it is, inside a wrapper, because {not_native}"
     what = (
         f"Wrote {out}: {type(lm).__name__} with a zero correction ({settings['correction']}); its logits are "
-        f"unchanged. Next: crt train convert pretrained={out} data=DATA"
+        f"unchanged. crt runs it as {runs}. Next: crt train convert pretrained={out} data=DATA"
     )
-    return Conversion(out, "hugging_face", what, costs)
+    return Conversion(out, "hugging_face", what, costs, not_native=not_native)
 
 
 def _from_run(run: Path, out: Path, best: bool) -> Conversion:

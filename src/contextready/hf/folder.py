@@ -8,14 +8,13 @@ from contextready.data.tokenizer import Tokenizer
 from contextready.errors import ContextReadyError
 from contextready.hf.backbone import HFBackbone
 from contextready.hf.conventions import conventional_tokenizer
+from contextready.hf.families import NotNativeError, native_backbone
 from contextready.hf.load import load_lm, load_tokenizer, native_tokenizer
-from contextready.hf.modeling import BaseTransformerForCausalLM, ContextReadyForCausalLM
+from contextready.hf.modeling import ContextReadyForCausalLM
+from contextready.hf.native import LONGEST
 from contextready.hf.proof import verified_structure
 from contextready.model.context_ready import ContextReady
 from contextready.runs.checkpoint import Checkpoint, Progress
-
-LONGEST = 1024
-"""Tokens per evaluation sequence, unless the model supports fewer positions or another length is requested."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +40,18 @@ class PretrainedFolder(Checkpoint):
         return conventional_tokenizer(load_tokenizer(str(self.folder)), ends, str(self.folder))
 
     def model(self) -> ContextReady:
-        """The model, on the CPU and in evaluation mode; a model that is not context-ready has no correction."""
-        if isinstance(self.lm, ContextReadyForCausalLM):
-            return self.lm.model
-        if isinstance(self.lm, BaseTransformerForCausalLM):
-            return ContextReady(self.lm.model.native).eval()
+        """The model, on the CPU and in evaluation mode, natively if its family has a native form.
+
+        A model that is not context-ready has no correction.
+        """
+        is_ready = isinstance(self.lm, ContextReadyForCausalLM)
+        try:
+            backbone = native_backbone(self.lm.lm if is_ready else self.lm)
+        except NotNativeError:
+            return self.lm.model if is_ready else self._wrapped()
+        return ContextReady(backbone, self.lm.model.correction if is_ready else None).eval()
+
+    def _wrapped(self) -> ContextReady:
         return ContextReady(HFBackbone(self.lm, verified_structure(self.lm))).eval()
 
 

@@ -1,4 +1,4 @@
-"""Converts between native checkpoints and Hugging Face format, in both directions, bit for bit."""
+"""Converts between checkpoints and Hugging Face format, in both directions, bit for bit."""
 
 import sys
 from contextlib import suppress
@@ -12,7 +12,8 @@ from contextready.data.tokenizer import FILE, Tokenizer
 from contextready.errors import ContextReadyError
 from contextready.files import staged_folder
 from contextready.hf.backbone import HFBackbone
-from contextready.hf.finetune import merge
+from contextready.hf.families import FromPretrained, NotNativeError, fill, native_backbone
+from contextready.hf.finetune import build_lm, describe, merge, origin_of
 from contextready.hf.load import first_line, load_tokenizer, native_tokenizer
 from contextready.hf.modeling import (
     BaseTransformerConfig,
@@ -20,12 +21,16 @@ from contextready.hf.modeling import (
     ContextReadyConfig,
     ContextReadyForCausalLM,
 )
-from contextready.hf.tokenizer_settings import load_with_settings
+from contextready.hf.tokenizer_settings import load_with_settings, read_tokenizer_settings
 from contextready.model.config import ModelConfig
 from contextready.model.context_ready import ContextReady
+from contextready.model.transformer import Transformer
 from contextready.runs.checkpoint import Checkpoint, Progress, load_weights, open_checkpoint, write_rest, write_tensors
-from contextready.runs.config import PAPER_PASSES, TrainConfig
+from contextready.runs.config import PAPER_PASSES, PretrainedModelConfig, TrainConfig
 from contextready.runs.passes import largest_passes
+
+LONGEST = 1024
+"""Tokens per sequence, unless the model supports fewer positions or another length is requested."""
 
 
 def from_native(path: Path, best: bool = False) -> tuple[Any, Any]:
@@ -61,14 +66,11 @@ def from_native(path: Path, best: bool = False) -> tuple[Any, Any]:
 
 
 def to_native(source: Path, model: Any, out: Path) -> Path:
-    """Write a native model in Hugging Face format as a checkpoint, without optimizer state."""
+    """Write a model that has a native form as a checkpoint, without optimizer state."""
     is_ready = isinstance(model, ContextReadyForCausalLM)
     lm = model.lm if is_ready else model
     if not isinstance(lm, BaseTransformerForCausalLM):
-        raise ContextReadyError(
-            f"{source} is a {type(lm).__name__}, which has no native form. Train it as it is with: crt train convert "
-            f"pretrained={source}"
-        )
+        return _pretrained_to_native(source, model, out)
     weights = {name: p.detach() for name, p in lm.model.native.named_parameters()}
     if is_ready:
         weights = {f"backbone.{name}": p for name, p in weights.items()}
@@ -78,6 +80,41 @@ def to_native(source: Path, model: Any, out: Path) -> Path:
     with staged_folder(out) as staging:
         write_tensors(staging, weights, {})
         write_rest(staging, known["config"], Progress(**known["progress"]), {"cpu": torch.get_rng_state()}, source)
+    return out
+
+
+def _pretrained_to_native(source: Path, model: ContextReadyForCausalLM, out: Path) -> Path:
+    """Write a converted model as the checkpoint that `crt train convert` would write before its first step."""
+    try:
+        backbone = native_backbone(model.lm)
+    except NotNativeError as reason:
+        raise ContextReadyError(
+            f"{source} is a {type(model.lm).__name__} and cannot be written as a native checkpoint, because {reason}. "
+            f"Train it as it is with: crt train convert pretrained={source}"
+        ) from None
+    wrapped, config, tokenizer = model.model.backbone, model.config, Tokenizer.load(source)
+    assert isinstance(wrapped, HFBackbone)
+    wrapped.tokenizer_settings = read_tokenizer_settings(str(source))
+    native = FromPretrained(backbone, model.model.correction, origin_of(wrapped))
+    settings = PretrainedModelConfig(
+        pretrained=source.name or ".",
+        correction=config.correction,
+        correction_init=config.correction_init,
+        correction_scale=float(config.correction_scale),
+        correction_gain=config.correction_gain,
+    )
+    known = getattr(config.get_text_config(), "max_position_embeddings", None) or TrainConfig.block_size
+    train = TrainConfig(data="", out=".", block_size=min(known, LONGEST), passes=str(config.passes))
+    with staged_folder(out) as staging:
+        write_tensors(staging, {name: p.detach() for name, p in native.named_parameters()}, {})
+        write_rest(
+            staging,
+            {"model": asdict(settings), "train": asdict(train)},
+            Progress(tokenizer_sha256=tokenizer.sha256),
+            {"cpu": torch.get_rng_state()},
+            source,
+            described=describe(native),
+        )
     return out
 
 
@@ -101,11 +138,16 @@ def _of_pretrained(checkpoint: Checkpoint, model: ContextReady) -> Any:
     for p in model.parameters():
         p.requires_grad_(True)
     backbone, described = model.backbone, checkpoint.described
-    assert isinstance(backbone, HFBackbone)
     assert described is not None
     from transformers import GenerationConfig
 
-    lm = backbone.lm
+    if isinstance(model, FromPretrained):
+        assert isinstance(backbone, Transformer)
+        lm, structure = build_lm(model.origin)
+        fill(lm, backbone)
+    else:
+        assert isinstance(backbone, HFBackbone)
+        lm, structure = backbone.lm, backbone.structure
     try:
         lm.generation_config = GenerationConfig(**described["generation_config"])
     except Exception as error:  # transformers raises several kinds
@@ -119,7 +161,7 @@ def _of_pretrained(checkpoint: Checkpoint, model: ContextReady) -> Any:
         return lm.eval()
     config = ContextReadyConfig(
         base_config=lm.config,
-        structure=backbone.structure.as_dict(),
+        structure=structure.as_dict(),
         correction=name,
         correction_init=checkpoint.config["model"]["correction_init"],
         correction_bias=described["correction_bias"],

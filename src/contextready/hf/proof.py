@@ -73,7 +73,7 @@ def _sees_later_tokens(lm: Any, backbone: HFBackbone, tokens_1T: Tensor, logits_
     other_1T = tokens_1T.clone()
     other_1T[:, -1] = (other_1T[:, -1] + 1) % lm.config.get_text_config().vocab_size
     other_1TV = lm(input_ids=other_1T, use_cache=False).logits
-    return not _close(other_1TV[:, :-1], logits_1TV[:, :-1])
+    return not is_close(other_1TV[:, :-1], logits_1TV[:, :-1])
 
 
 def _prove_cache(lm: Any, backbone: HFBackbone, e_1TC: Tensor, logits_1TV: Tensor) -> None:
@@ -87,7 +87,7 @@ def _prove_cache(lm: Any, backbone: HFBackbone, e_1TC: Tensor, logits_1TV: Tenso
     last_11C, _ = backbone.blocks(e_1TC[:, n:], _feed(cache, e_1TC[:, n:], n))
     again_11C, _ = backbone.blocks(e_1TC[:, n:], past)
     for found_11C in (last_11C, again_11C):
-        if not _close(backbone.head(found_11C), logits_1TV[:, n:]):
+        if not is_close(backbone.head(found_11C), logits_1TV[:, n:]):
             raise cannot_convert(lm, "reading the last token with a cache gives other logits than without.")
 
 
@@ -96,7 +96,7 @@ def _feed(cache: DynamicCache | None, e_BTC: Tensor, start: int) -> Feed:
     return Feed(cache, {"attention_mask": None, "position_ids": positions_1T})
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
+def is_close(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are equal up to rounding; parts of many models round to float32 at best."""
     near = sqrt(max(torch.finfo(b.dtype).eps, torch.finfo(torch.float32).eps)) * float(b.abs().max())
     return bool(((a - b).abs() <= near).all())

@@ -1,9 +1,11 @@
 """Attention for the tokens of one call: rotary positions, masks, and the keys and values of earlier tokens.
 
 `Attend` is the plain case of whole sequences. Caches (`cache.py`) and buffers (`buffer.py`) have their own subclasses.
-Shapes in names: B batch, T tokens of this call, S keys attended to, H heads, E head size.
+Shapes in names: B batch, T tokens of this call, S keys attended to, H heads (of keys and values there may be fewer),
+E head size.
 """
 
+from math import pi
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from contextready.model.config import TransformerConfig
 
-PAIR_DIMS = {"geometric": -2, "integer": -1}
+PAIR_DIMS = {"geometric": -2, "integer": -1, "linear": -2, "llama3": -2}
 """The dimension of the two channels of a pair when a head's channels are viewed as pairs: halves or neighbours."""
 SHORT = 1 << 13
 """Tokens times head size up to which attention in float32 is faster than in bf16 when a CPU trains."""
@@ -41,9 +43,9 @@ class Attend:
         self.cos, self.sin = rotary_angles(config, positions, dtype)
         self.pair_dim = PAIR_DIMS[config.rope]
 
-    def rotate(self, x_BTRHE: Tensor) -> Tensor:
+    def rotate(self, x_BTHE: Tensor) -> Tensor:
         """Apply the rotary embedding to queries and keys."""
-        return rotate(x_BTRHE, self.cos, self.sin, self.pair_dim)
+        return rotate(x_BTHE, self.cos, self.sin, self.pair_dim)
 
     def join(self, layer: int, k_BHTE: Tensor, v_BHTE: Tensor) -> KV:
         """Return a layer's new keys and values together with the earlier ones that these tokens may see."""
@@ -54,7 +56,13 @@ class Attend:
 
         def attend(q_BHTE: Tensor, k_BHSE: Tensor, v_BHSE: Tensor) -> Tensor:
             return F.scaled_dot_product_attention(
-                q_BHTE, k_BHSE, v_BHSE, attn_mask=self.mask, dropout_p=dropout, is_causal=self.causal
+                q_BHTE,
+                k_BHSE,
+                v_BHSE,
+                attn_mask=self.mask,
+                dropout_p=dropout,
+                is_causal=self.causal,
+                enable_gqa=are_shared(q_BHTE, k_BHSE),
             )
 
         if not faster_in_float32(q_BHTE, k_BHSE):
@@ -65,6 +73,11 @@ class Attend:
     def after(self) -> Any:
         """Return the cache after this call, if there is one."""
         return None
+
+
+def are_shared(q_BHTE: Tensor, k_BHSE: Tensor) -> bool:
+    """Whether groups of attention heads share keys and values."""
+    return q_BHTE.shape[1] != k_BHSE.shape[1]
 
 
 def faster_in_float32(q_BHTE: Tensor, k_BHSE: Tensor) -> bool:
@@ -91,8 +104,20 @@ def rotary_angles(config: TransformerConfig, positions: Tensor, dtype: torch.dty
     exact = torch.float32 if positions.device.type == "mps" else torch.float64
     even = torch.arange(0, config.head_size, 2, device=positions.device, dtype=exact)
     at = positions[..., None].to(exact)
-    angles = at * (even / 2) if config.rope == "integer" else at / config.rope_base ** (even / config.head_size)
+    angles = at * (even / 2) if config.rope == "integer" else at / positions_per_radian(config, even)
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def positions_per_radian(config: TransformerConfig, even: Tensor) -> Tensor:
+    """Return how many positions each pair of channels needs to rotate by one radian."""
+    positions = config.rope_base ** (even / config.head_size)
+    if config.rope == "linear":
+        return positions * config.rope_factor
+    if config.rope == "llama3":
+        turns = config.rope_length / (2 * pi * positions)
+        kept = ((turns - config.rope_low) / (config.rope_high - config.rope_low)).clamp(0.0, 1.0)
+        return positions / (kept + (1.0 - kept) / config.rope_factor)
+    return positions
 
 
 def channel_pairs(x: Tensor, pair_dim: int) -> Tensor:
@@ -100,8 +125,8 @@ def channel_pairs(x: Tensor, pair_dim: int) -> Tensor:
     return x.view(*x.shape[:-1], *((2, -1) if pair_dim == -2 else (-1, 2)))
 
 
-def rotate(x_BTRHE: Tensor, cos: Tensor, sin: Tensor, pair_dim: int) -> Tensor:
+def rotate(x_BTHE: Tensor, cos: Tensor, sin: Tensor, pair_dim: int) -> Tensor:
     """Rotate each pair of channels by its position's angle, in the dtype of x (narrower under autocast)."""
-    cos, sin = (part[..., None, None, :].to(x_BTRHE.dtype) for part in (cos, sin))
-    first, second = channel_pairs(x_BTRHE, pair_dim).unbind(pair_dim)
+    cos, sin = (part[..., None, :].to(x_BTHE.dtype) for part in (cos, sin))
+    first, second = channel_pairs(x_BTHE, pair_dim).unbind(pair_dim)
     return torch.stack((first * cos - second * sin, first * sin + second * cos), pair_dim).flatten(-2)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from contextready.errors import ContextReadyError
 from contextready.formats.limits import check_memory
-from contextready.model.attention import KV, Attend
+from contextready.model.attention import KV, Attend, are_shared
 from contextready.model.cache import KVCache
 from contextready.model.checks import check_shape
 from contextready.model.config import TransformerConfig
@@ -251,6 +251,7 @@ class AtPlaces(Attend):
                 v_BHSE[:, :, :seen],
                 attn_mask=self.mask[..., first:end, :seen],
                 dropout_p=dropout,
+                enable_gqa=are_shared(q_BHTE, k_BHSE),
             )
             for first, end, seen in self.places.spans
         ]

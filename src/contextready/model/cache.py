@@ -137,7 +137,7 @@ class KVCache:
 
     @property
     def shape(self) -> tuple[int | None, ...]:
-        """Layers, heads, head size and window, which must match the model's."""
+        """Layers, heads of keys, head size and window, which must match the model's."""
         sizes = {(tensor.shape[1], tensor.shape[3]) for kv in self.layers for tensor in kv}
         # Layers of different sizes match no native model.
         heads, head_size = sizes.pop() if len(sizes) == 1 else (None, None)
@@ -145,7 +145,7 @@ class KVCache:
 
     def attend(self, config: TransformerConfig, x_BTC: Tensor) -> "AfterCache":
         """Return the attention for the next tokens."""
-        check_shape(self.shape, (config.layers, config.heads, config.head_size, config.window))
+        check_shape(self.shape, (config.layers, config.shared_heads, config.head_size, config.window))
         check_rows(self.batch_size, x_BTC.shape[0])
         return AfterCache(config, x_BTC, self)
 

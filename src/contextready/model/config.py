@@ -9,18 +9,46 @@ from contextready.errors import ContextReadyError, nearest
 from contextready.formats.limits import check_count, shown
 from contextready.model.correction import check_correction
 
-MOST = {"vocab_size": 2**31 - 1, "width": 2**20, "layers": 10**6, "heads": 2**20, "window": 2**31 - 1}
+MOST = {
+    "vocab_size": 2**31 - 1,
+    "width": 2**20,
+    "layers": 10**6,
+    "heads": 2**20,
+    "window": 2**31 - 1,
+    "ffn_width": 2**22,
+    "kv_heads": 2**20,
+    "head_width": 2**20,
+    "no_rope_every": 10**6,
+    "rope_length": 2**31 - 1,
+}
 """The largest value of each size."""
 LARGEST_BASE = 1e18
 """The largest base of the rotary frequencies, whose powers fit into any floating-point format."""
 DEFAULT_BASE = 10_000.0
-CHOICES = {"init": ("gpt2", "torch"), "rope": ("geometric", "integer"), "dropout_at": ("input", "embedding")}
+LARGEST_FACTOR = 1e6
+CHOICES = {
+    "init": ("gpt2", "torch"),
+    "rope": ("geometric", "integer", "linear", "llama3"),
+    "dropout_at": ("input", "embedding"),
+    "norm": ("layer", "rms"),
+    "ffn": ("gelu", "swiglu"),
+}
 """The values of each setting that is a word."""
+OF_ROPE = {"rope_factor": ("linear", "llama3"), **dict.fromkeys(("rope_low", "rope_high", "rope_length"), ("llama3",))}
+"""The kinds of rope to which each of these settings applies."""
+MEANINGS = (
+    *("heads", "kv_heads", "head_width", "window", "norm", "norm_eps", "rope_base", "rope"),
+    *("rope_factor", "rope_low", "rope_high", "rope_length", "no_rope_every"),
+)
+"""Settings that change what weights mean without changing their shapes."""
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """A decoder-only transformer with rotary positions: the paper's "roformer"."""
+    """A decoder-only transformer with rotary positions: by default the paper's "roformer".
+
+    The settings from `norm` on describe other families of models: Llama, Mistral, Qwen and SmolLM.
+    """
 
     vocab_size: int
     """V, the size of the vocabulary."""
@@ -29,7 +57,7 @@ class TransformerConfig:
     layers: int
     """Number of blocks: the paper's N for a transformer and D for a context-ready model."""
     heads: int
-    """Number of attention heads; the head size, width / heads, must be even."""
+    """Number of attention heads; the head size must be even."""
     window: int | None = None
     """Number of positions that a token attends to, including itself; none means all."""
     extra_ffn: bool = False
@@ -41,7 +69,7 @@ class TransformerConfig:
     rope_base: float = DEFAULT_BASE
     """Base of the rotary frequencies."""
     rope: str = "geometric"
-    """Rotary angles per position: geometric (powers of rope_base) or integer (0, 1, 2, …; pairs of neighbours)."""
+    """Rotary angles: geometric (powers of rope_base), integer (0, 1, 2, …), or scaled ones: linear or llama3."""
     head_bias: bool = False
     """Use a bias in the head."""
     attention_dropout: float = 0.0
@@ -50,19 +78,42 @@ class TransformerConfig:
     """input (of the blocks, new in every pass) or embedding (once per step, with a correction, and at its output)."""
     init: str = "gpt2"
     """Initial weights: gpt2 (normal, 0.02) or torch (PyTorch's defaults: embeddings normal, linear layers uniform)."""
+    norm: str = "layer"
+    """Norms: layer, or rms (without mean and bias) as in Llama. Those of a correction are always layer norms."""
+    norm_eps: float = 1e-5
+    """Epsilon of the norms."""
+    ffn: str = "gelu"
+    """Feed-forward networks: gelu, or swiglu (gated) as in Llama. That of a correction is always gelu."""
+    ffn_width: int | None = None
+    """Hidden width of the feed-forward networks; none means 4 × width."""
+    kv_heads: int | None = None
+    """Heads of keys and values, each shared by a group of attention heads; none means one for each."""
+    head_width: int | None = None
+    """Channels per attention head; none means width / heads."""
+    qk_norm: bool = False
+    """Normalize the queries and keys of every head with RMS norms, as in Qwen3."""
+    qkv_bias: bool = False
+    """Use biases for queries, keys and values, as in Qwen2."""
+    tied_embeddings: bool = False
+    """Use the embedding's weight in the head."""
+    rope_factor: float = 1.0
+    """Factor by which rope=linear stretches positions, and by which rope=llama3 stretches slow rotations."""
+    rope_low: float = 1.0
+    """With rope=llama3, rotations with fewer turns than this in rope_length tokens are stretched in full."""
+    rope_high: float = 4.0
+    """With rope=llama3, rotations with more turns than this in rope_length tokens stay as they are."""
+    rope_length: int = 8192
+    """With rope=llama3, the number of tokens in which turns are counted."""
+    no_rope_every: int | None = None
+    """Every layer of this number has no rotary positions, as in SmolLM3 (4: layers 4, 8, …); none: all have them."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "width", "layers", "heads"):
             check_count(name, getattr(self, name), 1, MOST[name])
-        if self.width % self.heads:
-            raise ContextReadyError(
-                f"width={self.width} is not divisible by heads={self.heads}; choose heads among the divisors of width."
-            )
-        if self.head_size % 2:
-            raise ContextReadyError(
-                f"width={self.width} with heads={self.heads} gives an odd head size of {self.head_size}; "
-                "rotary positions need an even one, so choose another number of heads."
-            )
+        for name in ("ffn_width", "kv_heads", "head_width", "no_rope_every"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), 1, MOST[name])
+        self._check_heads()
         if self.window is not None and self.window < 1:
             raise ContextReadyError(
                 f"window must be at least 1 (it includes the token itself) or none, but got {shown(self.window)}."
@@ -72,10 +123,32 @@ class TransformerConfig:
         for name in ("dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ContextReadyError(f"{name} must be at least 0 and less than 1, but got {getattr(self, name)}.")
+        if not 0.0 < self.norm_eps < 1.0:
+            raise ContextReadyError(f"norm_eps must be greater than 0 and less than 1, but got {self.norm_eps:g}.")
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 value = getattr(self, name)
                 raise ContextReadyError(f"{name}={shown(value)} is unknown; {nearest(str(value), known)}")
+        self._check_rope()
+
+    def _check_heads(self) -> None:
+        if self.head_width is None and self.width % self.heads:
+            raise ContextReadyError(
+                f"width={self.width} is not divisible by heads={self.heads}; choose heads among the divisors of width."
+            )
+        if self.head_size % 2:
+            given = f"width={self.width} with heads={self.heads}" if self.head_width is None else "head_width"
+            raise ContextReadyError(
+                f"{given} gives an odd head size of {self.head_size}; "
+                "rotary positions need an even one, so choose another number of heads."
+            )
+        if self.heads % self.shared_heads:
+            raise ContextReadyError(
+                f"heads={self.heads} is not divisible by kv_heads={self.kv_heads}; choose kv_heads among the divisors "
+                "of heads."
+            )
+
+    def _check_rope(self) -> None:
         if not 1.0 < self.rope_base <= LARGEST_BASE:
             raise ContextReadyError(
                 f"rope_base must be greater than 1 (usually 10000) and at most {LARGEST_BASE:g}, but got "
@@ -85,6 +158,24 @@ class TransformerConfig:
             raise ContextReadyError(
                 f"rope_base={self.rope_base:g} does not apply to rope=integer; leave rope_base out."
             )
+        for name, kinds in OF_ROPE.items():
+            value = getattr(self, name)
+            if self.rope not in kinds and value != getattr(TransformerConfig, name):
+                raise ContextReadyError(f"{name}={value:g} does not apply to rope={self.rope}; leave {name} out.")
+        if not 0.0 < self.rope_factor <= LARGEST_FACTOR:
+            raise ContextReadyError(
+                f"rope_factor must be greater than 0 and at most {LARGEST_FACTOR:g}, but got {self.rope_factor:g}."
+            )
+        if not 0.0 < self.rope_low < self.rope_high <= LARGEST_FACTOR:
+            raise ContextReadyError(
+                f"rope_low must be greater than 0 and less than rope_high, but got {self.rope_low:g} and "
+                f"{self.rope_high:g}."
+            )
+        check_count("rope_length", self.rope_length, 1, MOST["rope_length"])
+
+    def has_rope(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has rotary positions."""
+        return self.no_rope_every is None or (layer + 1) % self.no_rope_every != 0
 
     @property
     def input_dropout(self) -> float:
@@ -99,7 +190,17 @@ class TransformerConfig:
     @property
     def head_size(self) -> int:
         """The number of channels per attention head."""
-        return self.width // self.heads
+        return self.width // self.heads if self.head_width is None else self.head_width
+
+    @property
+    def shared_heads(self) -> int:
+        """The number of heads of keys and values."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def hidden_width(self) -> int:
+        """The hidden width of the feed-forward networks."""
+        return 4 * self.width if self.ffn_width is None else self.ffn_width
 
 
 @dataclass(frozen=True)

@@ -230,13 +230,24 @@ class Parts:
         self.network_inputs = 0
         """The input size of corr_ffn in units of C; 0 if the formula does not use it."""
         self.uses_last_block = False
-        self.macs_per_width_squared = 0
-        """Multiply-accumulates per token, in units of C²."""
+        self.network_macs = 0
+        """Multiply-accumulates of the network per token, in units of C²."""
+        self.last_ffns = 0
+        """How often the last block's network is used."""
 
     @property
     def has_network(self) -> bool:
         """Whether the correction has its own output layer, which can start at zero."""
         return self.network_inputs > 0
+
+    @property
+    def macs_per_width_squared(self) -> int:
+        """Multiply-accumulates per token in units of C², if the last block has the paper's network."""
+        return self.network_macs + 8 * self.last_ffns
+
+    def macs(self, width: int, last_ffn: int | None = None) -> int:
+        """Multiply-accumulates per token; `last_ffn` are those of the last block's network (none: the paper's)."""
+        return self.network_macs * width**2 + self.last_ffns * (8 * width**2 if last_ffn is None else last_ffn)
 
     def LN(self, x: Width, name: str = "norm") -> Width:
         """Record a norm."""
@@ -246,13 +257,13 @@ class Parts:
     def corr_ffn(self, x: Width) -> Width:
         """Record the network."""
         self.network_inputs = x.size
-        self.macs_per_width_squared += 4 * x.size + 4
+        self.network_macs += 4 * x.size + 4
         return Width(1)
 
     def last_ffn(self, x: Width) -> Width:
         """Record that the last block's network is used."""
         self.uses_last_block = True
-        self.macs_per_width_squared += 8
+        self.last_ffns += 1
         return x
 
     def last_norm(self, x: Width) -> Width:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from contextready.formats.limits import check_memory
-from contextready.model.config import ModelConfig
+from contextready.model.config import ModelConfig, TransformerConfig
 from contextready.model.correction import find_correction, gain_size
-from contextready.model.macs import attention_macs, attention_macs_of, block_macs, correction_macs
+from contextready.model.macs import attention_macs, attention_macs_of, block_macs, correction_macs, ffn_macs
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class Account:
 
     def kv_bytes_per_token(self, dtype: torch.dtype = torch.float32) -> int:
         """Bytes of keys and values that a token adds to the cache (with a window, until the window is full)."""
-        return 2 * self.config.width * self.config.layers * dtype.itemsize
+        c = self.config
+        return 2 * c.shared_heads * c.head_size * c.layers * dtype.itemsize
 
     def state_bytes(self, context: int, dtype: torch.dtype = torch.float32, history: int = 1) -> int:
         """Bytes of state per row after `context` tokens: keys, values and the carried z."""
@@ -73,24 +74,31 @@ def account(config: ModelConfig) -> Account:
     return Account(
         config=c,
         macs_blocks=block_macs(c),
-        macs_correction=correction_macs(c.correction, c.width),
+        macs_correction=correction_macs(c.correction, c.width, ffn_macs(c)),
         macs_head=embedding,
-        parameters=embedding + block_parameters(c) + _head_parameters(c) + own,
+        parameters=embedding + block_parameters(c) + head_parameters(c) + own,
         embedding_parameters=embedding,
         correction_parameters=own,
     )
 
 
-def block_parameters(config: ModelConfig) -> int:
+def block_parameters(config: TransformerConfig) -> int:
     """Number of weights of all blocks, including the extra FFN with its norm."""
-    C, bias = config.width, config.bias
-    attention = _norm(C, bias) + _linear(C, 3 * C, bias) + _linear(C, C, bias)
-    ffn = _norm(C, bias) + _ffn(C, C, bias)
-    return config.layers * (attention + ffn) + (ffn if config.extra_ffn else 0)
+    c, attended = config, config.heads * config.head_size
+    qkv = _linear(c.width, attended + 2 * c.shared_heads * c.head_size, c.bias or c.qkv_bias)
+    qk_norms = 2 * c.head_size if c.qk_norm else 0
+    attention = _block_norm(c) + qkv + qk_norms + _linear(attended, c.width, c.bias)
+    ffn = _block_norm(c) + _ffn(c.width, c.width, c.bias, c.hidden_width)
+    if c.ffn == "swiglu":
+        ffn += _linear(c.width, c.hidden_width, c.bias)
+    return c.layers * (attention + ffn) + (ffn if c.extra_ffn else 0)
 
 
-def _head_parameters(config: ModelConfig) -> int:
-    return _norm(config.width, config.bias) + _linear(config.width, config.vocab_size, config.head_bias)
+def head_parameters(config: TransformerConfig) -> int:
+    """Number of weights of the final norm and of the head, without those that it shares with the embedding."""
+    c = config
+    shared = c.vocab_size * c.width if c.tied_embeddings else 0
+    return _block_norm(c) + _linear(c.width, c.vocab_size, c.head_bias) - shared
 
 
 def correction_parameters(config: ModelConfig) -> int:
@@ -121,5 +129,10 @@ def _norm(width: int, bias: bool) -> int:
     return (1 + bias) * width
 
 
-def _ffn(inputs: int, width: int, bias: bool) -> int:
-    return _linear(inputs, 4 * width, bias) + _linear(4 * width, width, bias)
+def _block_norm(config: TransformerConfig) -> int:
+    return _norm(config.width, config.bias and config.norm == "layer")
+
+
+def _ffn(inputs: int, width: int, bias: bool, hidden: int | None = None) -> int:
+    hidden = hidden or 4 * width
+    return _linear(inputs, hidden, bias) + _linear(hidden, width, bias)

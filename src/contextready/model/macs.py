@@ -6,13 +6,20 @@ from contextready.model.correction import find_correction
 
 def block_macs(config: TransformerConfig) -> int:
     """Matrix products of all blocks for one token, including the extra FFN and excluding attention scores."""
-    return (12 * config.layers + (8 if config.extra_ffn else 0)) * config.width**2
+    c = config
+    attention = 2 * (c.heads + c.shared_heads) * c.head_size * c.width
+    return c.layers * attention + (c.layers + c.extra_ffn) * ffn_macs(c)
+
+
+def ffn_macs(config: TransformerConfig) -> int:
+    """Matrix products of one feed-forward network of the blocks for one token."""
+    return (3 if config.ffn == "swiglu" else 2) * config.hidden_width * config.width
 
 
 def attention_macs(config: TransformerConfig, context: int) -> int:
     """Attention scores and weighted sums of a token that attends to `context` positions, including itself."""
     seen = context if config.window is None else min(context, config.window)
-    return 2 * seen * config.width * config.layers
+    return seen * _pair_macs(config)
 
 
 def attention_macs_of(config: TransformerConfig, first: int, end: int) -> int:
@@ -24,9 +31,14 @@ def _up_to(config: TransformerConfig, tokens: int) -> int:
     window = config.window or tokens
     short = min(tokens, window)
     pairs = short * (short + 1) // 2 + (tokens - short) * window
-    return 2 * pairs * config.width * config.layers
+    return pairs * _pair_macs(config)
 
 
-def correction_macs(name: str | None, width: int) -> int:
-    """Matrix products of a correction for one token."""
-    return find_correction(name).parts.macs_per_width_squared * width**2
+def _pair_macs(config: TransformerConfig) -> int:
+    """Multiply-accumulates of one query and one key and value, in all layers."""
+    return 2 * config.heads * config.head_size * config.layers
+
+
+def correction_macs(name: str | None, width: int, last_ffn: int | None = None) -> int:
+    """Matrix products of a correction for one token; some use the last block's network, which costs `last_ffn`."""
+    return find_correction(name).parts.macs(width, last_ffn)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from contextready.model.config import ModelConfig
+from contextready.model.config import ModelConfig, TransformerConfig
 from contextready.model.correction import find_correction, gain_size
 
 Shape = tuple[str, tuple[int, ...]]
@@ -13,29 +13,41 @@ def weight_shapes(config: ModelConfig) -> Iterator[Shape]:
 
     They are yielded one by one, so that a file can be compared with a configuration of a million layers at once.
     """
-    C, V, bias = config.width, config.vocab_size, config.bias
+    C, bias = config.width, config.bias
     # The weights of a plain transformer have its own names, without the prefix of the backbone.
-    prefix = "" if config.correction is None else "backbone."
-    yield f"{prefix}embedding.weight", (V, C)
-    yield from _norm(f"{prefix}final_norm", C, bias)
-    yield from _linear(f"{prefix}unembedding", C, V, config.head_bias)
-    if config.extra_ffn:
-        yield from _norm(f"{prefix}extra_norm", C, bias)
-        yield from _ffn(f"{prefix}extra_ffn", C, C, bias)
+    yield from backbone_shapes(config, "" if config.correction is None else "backbone.")
     parts = find_correction(config.correction).parts
     for name, size in parts.norms.items():
         yield from _norm(f"correction.{name}", size * C, bias)
     if parts.has_network:
-        yield from _ffn("correction.ffn", parts.network_inputs * C, C, bias)
+        yield from _linear("correction.ffn.up", parts.network_inputs * C, 4 * C, bias)
+        yield from _linear("correction.ffn.down", 4 * C, C, bias)
         if config.correction_gain is not None:
             yield "correction.gain", (gain_size(config.correction_gain, C),)
-    for i in range(config.layers):
+
+
+def backbone_shapes(config: TransformerConfig, prefix: str = "") -> Iterator[Shape]:
+    """Yield the name and the shape of each weight of a transformer; the layers come last."""
+    c, E = config, config.head_size
+    yield f"{prefix}embedding.weight", (c.vocab_size, c.width)
+    yield from _block_norm(f"{prefix}final_norm", c)
+    for name, shape in _linear("unembedding", c.width, c.vocab_size, c.head_bias):
+        # A tied head has the weight of the embedding, which is saved once.
+        if not (c.tied_embeddings and name == "unembedding.weight"):
+            yield f"{prefix}{name}", shape
+    if c.extra_ffn:
+        yield from _block_norm(f"{prefix}extra_norm", c)
+        yield from _block_ffn(f"{prefix}extra_ffn", c)
+    for i in range(c.layers):
         layer = f"{prefix}layers.{i}"
-        yield from _norm(f"{layer}.attn_norm", C, bias)
-        yield from _linear(f"{layer}.attn.qkv", C, 3 * C, bias)
-        yield from _linear(f"{layer}.attn.out", C, C, bias)
-        yield from _norm(f"{layer}.ffn_norm", C, bias)
-        yield from _ffn(f"{layer}.ffn", C, C, bias)
+        yield from _block_norm(f"{layer}.attn_norm", c)
+        yield from _linear(f"{layer}.attn.qkv", c.width, (c.heads + 2 * c.shared_heads) * E, c.bias or c.qkv_bias)
+        if c.qk_norm:
+            yield from _norm(f"{layer}.attn.q_norm", E, bias=False)
+            yield from _norm(f"{layer}.attn.k_norm", E, bias=False)
+        yield from _linear(f"{layer}.attn.out", c.heads * E, c.width, c.bias)
+        yield from _block_norm(f"{layer}.ffn_norm", c)
+        yield from _block_ffn(f"{layer}.ffn", c)
 
 
 def _linear(name: str, inputs: int, outputs: int, bias: bool) -> Iterator[Shape]:
@@ -50,6 +62,11 @@ def _norm(name: str, width: int, bias: bool) -> Iterator[Shape]:
         yield f"{name}.bias", (width,)
 
 
-def _ffn(name: str, inputs: int, width: int, bias: bool) -> Iterator[Shape]:
-    yield from _linear(f"{name}.up", inputs, 4 * width, bias)
-    yield from _linear(f"{name}.down", 4 * width, width, bias)
+def _block_norm(name: str, config: TransformerConfig) -> Iterator[Shape]:
+    yield from _norm(name, config.width, config.bias and config.norm == "layer")
+
+
+def _block_ffn(name: str, config: TransformerConfig) -> Iterator[Shape]:
+    for part in ("gate", "up") if config.ffn == "swiglu" else ("up",):
+        yield from _linear(f"{name}.{part}", config.width, config.hidden_width, config.bias)
+    yield from _linear(f"{name}.down", config.hidden_width, config.width, config.bias)

@@ -1,6 +1,7 @@
 """The transformer backbone: pre-LN blocks with rotary causal attention, as three functions.
 
-Shapes in names: B batch, T tokens of this call, S keys attended to, C width, H heads, E head size, V vocabulary.
+Shapes in names: B batch, T tokens of this call, S keys attended to, C width, H heads, G heads of keys and values (as
+many as H in the paper), E head size, V vocabulary.
 """
 
 from typing import Any
@@ -21,31 +22,43 @@ INIT_STD = 0.02
 class Attention(nn.Module):
     """Causal self-attention with rotary positions, either full or windowed."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__()
-        self.heads, self.head_size = config.heads, config.head_size
-        self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.bias)
-        self.out = nn.Linear(config.width, config.width, bias=config.bias)
+        self.heads, self.shared_heads, self.head_size = config.heads, config.shared_heads, config.head_size
+        E, number = config.head_size, config.heads + 2 * config.shared_heads
+        self.qkv = nn.Linear(config.width, number * E, bias=config.bias or config.qkv_bias)
+        self.out = nn.Linear(config.heads * E, config.width, bias=config.bias)
+        self.q_norm = nn.RMSNorm(E, config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(E, config.norm_eps) if config.qk_norm else None
+        self.has_rope = config.has_rope(layer)
         self.dropout = nn.Dropout(config.attention_dropout)
 
     def forward(self, x_BTC: Tensor, attend: Attend, layer: int) -> Tensor:
         """Apply attention; `attend` holds the positions, the mask and any earlier keys and values."""
-        B, T, C = x_BTC.shape
-        qkv_BT3HE = self.qkv(x_BTC).view(B, T, 3, self.heads, self.head_size)
-        q_BHTE, k_BHTE = attend.rotate(qkv_BT3HE[:, :, :2]).permute(2, 0, 3, 1, 4).unbind(0)
-        k_BHSE, v_BHSE = attend.join(layer, k_BHTE, qkv_BT3HE[:, :, 2].transpose(1, 2))
-        y_BHTE = attend(q_BHTE, k_BHSE, v_BHSE, self.dropout.p if self.training else 0.0)
-        out_BTC: Tensor = self.out(y_BHTE.transpose(1, 2).reshape(B, T, C))
+        B, T, _ = x_BTC.shape
+        H, G = self.heads, self.shared_heads
+        qk_BTHE, v_BTGE = self.qkv(x_BTC).view(B, T, -1, self.head_size).split((H + G, G), dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            # Under autocast, the norms compute in the type of their weights.
+            wide_BTHE = qk_BTHE.to(self.q_norm.weight.dtype)
+            normed = (self.q_norm(wide_BTHE[:, :, :H]), self.k_norm(wide_BTHE[:, :, H:]))
+            qk_BTHE = torch.cat(normed, dim=2).to(qk_BTHE.dtype)
+        if self.has_rope:
+            qk_BTHE = attend.rotate(qk_BTHE)
+        q_BHTE, k_BGTE = qk_BTHE.transpose(1, 2).split((H, G), dim=1)
+        k_BGSE, v_BGSE = attend.join(layer, k_BGTE, v_BTGE.transpose(1, 2))
+        y_BHTE = attend(q_BHTE, k_BGSE, v_BGSE, self.dropout.p if self.training else 0.0)
+        out_BTC: Tensor = self.out(y_BHTE.transpose(1, 2).reshape(B, T, -1))
         return out_BTC
 
 
 class FFN(nn.Module):
-    """A feed-forward network: linear to four times the width, GELU, linear back."""
+    """A feed-forward network: linear to four times the width (or to `hidden`), GELU, linear back."""
 
-    def __init__(self, width: int, bias: bool, inputs: int | None = None) -> None:
+    def __init__(self, width: int, bias: bool, inputs: int | None = None, hidden: int | None = None) -> None:
         super().__init__()
-        self.up = nn.Linear(inputs or width, 4 * width, bias=bias)
-        self.down = nn.Linear(4 * width, width, bias=bias)
+        self.up = nn.Linear(inputs or width, hidden or 4 * width, bias=bias)
+        self.down = nn.Linear(hidden or 4 * width, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the network to the last dimension."""
@@ -53,15 +66,44 @@ class FFN(nn.Module):
         return out
 
 
+class GatedFFN(nn.Module):
+    """A feed-forward network with a gate: SiLU of one linear layer times another, then linear back."""
+
+    def __init__(self, width: int, bias: bool, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=bias)
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.down = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the network to the last dimension."""
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+def build_norm(config: TransformerConfig) -> nn.LayerNorm | nn.RMSNorm:
+    """Create a norm of the residual stream."""
+    if config.norm == "rms":
+        return nn.RMSNorm(config.width, config.norm_eps)
+    return nn.LayerNorm(config.width, config.norm_eps, bias=config.bias)
+
+
+def build_ffn(config: TransformerConfig) -> FFN | GatedFFN:
+    """Create a feed-forward network."""
+    if config.ffn == "swiglu":
+        return GatedFFN(config.width, config.bias, config.hidden_width)
+    return FFN(config.width, config.bias, hidden=config.hidden_width)
+
+
 class Block(nn.Module):
     """One transformer layer: h + Attn(LN(h)), then a + FFN(LN(a))."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__()
-        self.attn_norm = nn.LayerNorm(config.width, bias=config.bias)
-        self.attn = Attention(config)
-        self.ffn_norm = nn.LayerNorm(config.width, bias=config.bias)
-        self.ffn = FFN(config.width, config.bias)
+        self.attn_norm = build_norm(config)
+        self.attn = Attention(config, layer)
+        self.ffn_norm = build_norm(config)
+        self.ffn = build_ffn(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, h_BTC: Tensor, attend: Attend, layer: int) -> Tensor:
@@ -81,11 +123,13 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding.from_pretrained(unfilled_VC, freeze=False)  # type: ignore[no-untyped-call]
         self.dropout = nn.Dropout(config.dropout)
         self.input_dropout = nn.Dropout(config.input_dropout)
-        self.layers = nn.ModuleList([Block(config) for _ in range(config.layers)])
-        self.extra_norm = nn.LayerNorm(config.width, bias=config.bias) if config.extra_ffn else None
-        self.extra_ffn = FFN(config.width, config.bias) if config.extra_ffn else None
-        self.final_norm = nn.LayerNorm(config.width, bias=config.bias)
+        self.layers = nn.ModuleList([Block(config, layer) for layer in range(config.layers)])
+        self.extra_norm = build_norm(config) if config.extra_ffn else None
+        self.extra_ffn = build_ffn(config) if config.extra_ffn else None
+        self.final_norm = build_norm(config)
         self.unembedding = nn.Linear(config.width, config.vocab_size, bias=config.head_bias)
+        if config.tied_embeddings:
+            self.unembedding.weight = self.embedding.weight
         self.initialise()
 
     def initialise(self) -> None:
@@ -143,13 +187,13 @@ class Transformer(nn.Module):
         """Create an empty cache; `history` is how many tokens a windowed cache can be rolled back."""
         c = self.config
         return KVCache.empty(
-            batch_size, c.layers, c.heads, c.head_size, c.window, history=history, like=self.unembedding.weight
+            batch_size, c.layers, c.shared_heads, c.head_size, c.window, history=history, like=self.unembedding.weight
         )
 
     def init_buffer(self, batch_size: int, capacity: int) -> KVBuffer:
         """Create an empty buffer, whose fixed slots let tokens at any positions attend in one call."""
         c, like = self.config, self.unembedding.weight
-        return KVBuffer.empty(batch_size, capacity, c.layers, c.heads, c.head_size, window=c.window, like=like)
+        return KVBuffer.empty(batch_size, capacity, c.layers, c.shared_heads, c.head_size, window=c.window, like=like)
 
 
 def fill_normal(weight: Tensor, std: float) -> None:

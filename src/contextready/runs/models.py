@@ -16,9 +16,9 @@ from contextready.model.cost import Account, account
 from contextready.runs.config import PretrainedModelConfig
 
 
-def start_model(config: ModelConfig | PretrainedModelConfig) -> ContextReady:
-    """Build the model as it is at step 0, on the CPU."""
-    return build_model(config) if isinstance(config, ModelConfig) else hugging_face().start(config)
+def start_model(config: ModelConfig | PretrainedModelConfig, described: dict[str, Any] | None = None) -> ContextReady:
+    """Build the model as it is at step 0, on the CPU; `described` is what a checkpoint says about it."""
+    return build_model(config) if isinstance(config, ModelConfig) else hugging_face().start(config, described)
 
 
 def rebuild_model(config: ModelConfig | PretrainedModelConfig, described: dict[str, Any] | None) -> ContextReady:

@@ -99,6 +99,8 @@ class Description:
     correction_bias: bool
     generation_config: dict[str, Any]
     correction_scale: float = 1.0
+    native: bool = False
+    """Whether the weights are those of a native transformer."""
 
 
 def read_checkpoint_manifest(folder: Path) -> dict[str, Any]:

@@ -18,8 +18,9 @@ from contextready.model.attention import Attend
 from contextready.model.context_ready import ContextReady
 from contextready.model.correction_module import CorrectionModule
 from contextready.model.transformer import Block, Transformer
+from contextready.solve.bptt_attention import StepAttention
 from contextready.solve.bptt_correction import StepCorrection
-from contextready.solve.bptt_parts import Gradients, PerToken, StepAttention, StepDropout, StepFFN, StepResidual
+from contextready.solve.bptt_parts import Gradients, Inner, PerToken, StepDropout, StepResidual, step_ffn
 
 
 class DifferentiableStream:
@@ -100,11 +101,11 @@ class _Tape:
             assert isinstance(block, Block)
             attention = StepAttention(block.attn, self.e, attend, min(backbone.config.window or T, T))
             self._add(block.attn_norm, attention, block.dropout)
-            self._add(block.ffn_norm, StepFFN(block.ffn, self.e), block.dropout)
+            self._add(block.ffn_norm, step_ffn(block.ffn, self.e), block.dropout)
         if backbone.extra_ffn is not None and backbone.extra_norm is not None:
-            self._add(backbone.extra_norm, StepFFN(backbone.extra_ffn, self.e), backbone.dropout)
+            self._add(backbone.extra_norm, step_ffn(backbone.extra_ffn, self.e), backbone.dropout)
 
-    def _add(self, norm: nn.LayerNorm, inner: StepFFN | StepAttention, dropout: nn.Dropout) -> None:
+    def _add(self, norm: nn.Module, inner: Inner, dropout: nn.Dropout) -> None:
         h = self.layers[-1].y if self.layers else self.entered
         self.layers.append(StepResidual(h, norm, inner, dropout))
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from contextready.model.correction_module import CorrectionModule
-from contextready.model.transformer import FFN
-from contextready.solve.bptt_parts import Gradients, PerToken, StepDropout, StepFFN, StepNorm
+from contextready.model.transformer import FFN, GatedFFN
+from contextready.solve.bptt_parts import Gradients, PerToken, StepDropout, step_ffn, step_norm
 
 
 class Value:
@@ -71,9 +71,7 @@ class StepCorrection:
         self.out: Value | None = correction.definition(self, self.z, self.e)
 
     def LN(self, x: Value, name: str = "norm") -> Value:
-        norm = self.correction.get_submodule(name)
-        assert isinstance(norm, nn.LayerNorm)
-        return self._add_step(_Norm(self, norm, x))
+        return self._add_step(_Norm(self, self.correction.get_submodule(name), x))
 
     def corr_ffn(self, x: Value) -> Value:
         assert self.correction.ffn is not None
@@ -167,9 +165,9 @@ class _Concat(_Add):
 
 
 class _Norm:
-    def __init__(self, formula: StepCorrection, norm: nn.LayerNorm, x: Value) -> None:
+    def __init__(self, formula: StepCorrection, norm: nn.Module, x: Value) -> None:
         self.x, self.y = _used(x), Value(formula, x.width)
-        self.norm = StepNorm(norm, formula.like.like(x.width) if x.vectors is None else x.vectors)
+        self.norm = step_norm(norm, formula.like.like(x.width) if x.vectors is None else x.vectors)
         self.y.gradient_place = self.norm.dy
 
     def begin(self) -> None:
@@ -192,8 +190,8 @@ class _Norm:
 
 
 class _Network:
-    def __init__(self, formula: StepCorrection, ffn: FFN, x: Value) -> None:
-        self.x, self.ffn = _used(x), StepFFN(ffn, formula.like)
+    def __init__(self, formula: StepCorrection, ffn: FFN | GatedFFN, x: Value) -> None:
+        self.x, self.ffn = _used(x), step_ffn(ffn, formula.like)
         self.drop = StepDropout(formula.correction.dropout)
         self.y = Value(formula, ffn.down.out_features, self.ffn.down.y)
         self.dx = formula.like.all.new_empty(formula.like.all.shape[1], x.width)

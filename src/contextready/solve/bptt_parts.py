@@ -1,23 +1,20 @@
 """The parts of a transformer, forward and backward, one position at a time, with preallocated buffers.
 
 All parts have the same functions: `begin` reads the current weights, `forward` is called for t = 0 … T-1, `backward`
-for t = T-1 … 0, and `gather` yields the gradients of the weights. Shapes: N = B·H, M = 2·N, S keys that a query sees.
+for t = T-1 … 0, and `gather` yields the gradients of the weights. Attention is in `bptt_attention.py`.
 """
 
 # ruff: noqa: D102  (the text above describes these functions)
 
 from collections.abc import Iterator
-from math import sqrt
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from contextready.model.attention import Attend, channel_pairs
-from contextready.model.transformer import FFN, Attention
+from contextready.model.transformer import FFN, GatedFFN
 
 aten = torch.ops.aten
-KEY_BLOCK = 32
-"""The number of queries whose gradients are added to earlier keys in one product."""
 Gradients = Iterator[tuple[Tensor, Tensor]]
 """Pairs of a weight and its gradient."""
 
@@ -107,6 +104,51 @@ class StepNorm:
         return out
 
 
+class StepRMSNorm:
+    """An RMS norm. The next part writes its gradient to dy."""
+
+    def __init__(self, norm: nn.RMSNorm, x: PerToken) -> None:
+        self.norm, self.x, self.dy = norm, x, x.like(x.all.shape[2])
+
+    def begin(self) -> None:
+        self.weight = self.norm.weight
+        self.scales: list[Tensor] = []
+
+    def forward(self, t: int) -> Tensor:
+        x_BC = self.x.at[t]
+        self.scales.append(rms_scale(x_BC, self.norm.eps))
+        return x_BC * self.scales[t] * self.weight
+
+    def backward(self, t: int) -> Tensor:
+        """Return the gradient of the input, given dy."""
+        return rms_backward(self.dy.at[t] * self.weight, self.x.at[t], self.scales[t])
+
+    def gather(self) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Return the outputs of all tokens, recomputed to save memory, and the gradient of the weight."""
+        normed = self.x.flat * rms_scale(self.x.flat, self.norm.eps)
+        return normed * self.weight, [(self.weight, (self.dy.flat * normed).sum(0))]
+
+
+def rms_scale(x: Tensor, eps: float | None) -> Tensor:
+    """Return the factor with which an RMS norm multiplies each vector before its weight."""
+    assert eps is not None
+    return (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
+def rms_backward(dnormed: Tensor, x: Tensor, scale: Tensor) -> Tensor:
+    """Return the gradient of the vectors that an RMS norm multiplied by `scale`."""
+    along = (dnormed * x).mean(-1, keepdim=True)
+    return scale * (dnormed - x * (along * scale.square()))
+
+
+def step_norm(norm: nn.Module, x: PerToken) -> StepNorm | StepRMSNorm:
+    """Create the steps of a norm of either kind."""
+    if isinstance(norm, nn.RMSNorm):
+        return StepRMSNorm(norm, x)
+    assert isinstance(norm, nn.LayerNorm)
+    return StepNorm(norm, x)
+
+
 class StepDropout:
     """Dropout with one mask per position."""
 
@@ -157,11 +199,60 @@ class StepFFN:
         yield from self.down.gather(self.active.flat)
 
 
+class StepGatedFFN:
+    """SiLU of one linear layer times another, then linear."""
+
+    def __init__(self, ffn: GatedFFN, like: PerToken) -> None:
+        self.gate, self.up, self.down = (StepLinear(part, like) for part in (ffn.gate, ffn.up, ffn.down))
+        self.active, self.dy = like.like(ffn.up.out_features), self.down.dy
+
+    def begin(self) -> None:
+        for part in (self.gate, self.up, self.down):
+            part.begin()
+
+    def forward(self, t: int, x_BC: Tensor) -> Tensor:
+        gate, up = self.gate.forward(t, x_BC), self.up.forward(t, x_BC)
+        torch.mul(aten.silu(gate), up, out=self.active.at[t])
+        return self.down.forward(t, self.active.at[t])
+
+    def backward(self, t: int, out: Tensor) -> None:
+        gate, up = self.gate.y.at[t], self.up.y.at[t]
+        dactive = self.down.backward(t)
+        torch.mul(dactive, aten.silu(gate), out=self.up.dy.at[t])
+        aten.silu_backward.grad_input(dactive * up, gate, grad_input=self.gate.dy.at[t])
+        self.up.backward(t, out=out)
+        out += self.gate.backward(t)
+
+    def gather(self, x: Tensor) -> Gradients:
+        yield from self.gate.gather(x)
+        yield from self.up.gather(x)
+        yield from self.down.gather(self.active.flat)
+
+
+def step_ffn(ffn: nn.Module, like: PerToken) -> StepFFN | StepGatedFFN:
+    """Create the steps of a feed-forward network of either kind."""
+    if isinstance(ffn, GatedFFN):
+        return StepGatedFFN(ffn, like)
+    assert isinstance(ffn, FFN)
+    return StepFFN(ffn, like)
+
+
+class Inner(Protocol):
+    """What a residual branch computes from the normalised residual stream."""
+
+    dy: PerToken
+
+    def begin(self) -> None: ...
+    def forward(self, t: int, x_BC: Tensor) -> Tensor: ...
+    def backward(self, t: int, out: Tensor) -> None: ...
+    def gather(self, x: Tensor) -> Gradients: ...
+
+
 class StepResidual:
     """A residual branch: h + dropout(inner(LN(h)))."""
 
-    def __init__(self, h: PerToken, norm: nn.LayerNorm, inner: "StepFFN | StepAttention", dropout: nn.Dropout) -> None:
-        self.h, self.norm, self.inner, self.drop = h, StepNorm(norm, h), inner, StepDropout(dropout)
+    def __init__(self, h: PerToken, norm: nn.Module, inner: Inner, dropout: nn.Dropout) -> None:
+        self.h, self.norm, self.inner, self.drop = h, step_norm(norm, h), inner, StepDropout(dropout)
         self.y = h.like(h.all.shape[2])
 
     def begin(self) -> None:
@@ -181,109 +272,3 @@ class StepResidual:
         x, gradients = self.norm.gather()
         yield from gradients
         yield from self.inner.gather(x)
-
-
-class StepAttention:
-    """Attention of one query at a time over buffers of keys and values.
-
-    A key gets gradients from all later queries. Those from its own block of positions are added when the backward
-    reaches the key. When a block of queries is done, their gradients are added to all earlier keys in one product.
-    """
-
-    def __init__(self, attention: Attention, like: PerToken, attend: Attend, window: int) -> None:
-        T, B, C = like.all.shape
-        H, E, new = attention.heads, attention.head_size, like.all.new_empty
-        # Order: keys, queries, values. Channel pairs of keys and queries that rotate together are adjacent.
-        q, k, v = torch.arange(3 * C, device=like.all.device).view(3, H, E)
-        k, q = (channel_pairs(x, attend.pair_dim).movedim(attend.pair_dim, -1) for x in (k, q))
-        order = torch.cat((k.flatten(), q.flatten(), v.flatten()))
-        self.kqv, self.out = StepLinear(attention.qkv, like, order), StepLinear(attention.out, like)
-        self.mixed, self.dy = like.like(C), self.out.dy
-        self.drop = StepDropout(attention.dropout)
-        self.undropped: list[Tensor] = []
-        # The rotation by each position's angle, which also scales the query.
-        scale_21E = like.all.new_tensor([1.0, 1.0 / sqrt(E)])[:, None, None]
-        rotation_T21E = torch.complex(attend.cos, attend.sin)[:, None, None] * scale_21E
-        self.rotation, self.inverse_rotation = rotation_T21E.unbind(0), rotation_T21E.conj().resolve_conj().unbind(0)
-        self.T, self.W, self.shape_BHE = T, window, (B, H, E)
-        self.k_NTE, self.v_NTE, self.dy_q_MTE = *new(2, B * H, T, E), new(2 * B * H, T, E)
-        self.dy_NTE, self.q_NTE = self.dy_q_MTE.chunk(2)
-        self.dvkq_3BHTE = new(3, B, H, T, E)
-        self.dv_dk_MTE, self.dq_NTE = self.dvkq_3BHTE[:2].flatten(0, 2), self.dvkq_3BHTE[2].flatten(0, 1)
-        # Row t holds the W keys t - W + 1 … t, newest last. The zeros before them let a block of rows be viewed as a
-        # matrix of queries by keys.
-        self.p_ds_MTP = new(2 * B * H, T, KEY_BLOCK - 1 + window)
-        self.p_ds_MTP[:, :, : KEY_BLOCK - 1] = 0.0
-        self.p_NTP, self.ds_NTP = self.p_ds_MTP.chunk(2)
-
-    def begin(self) -> None:
-        self.kqv.begin()
-        self.out.begin()
-
-    def forward(self, t: int, x_BC: Tensor) -> Tensor:
-        first, (B, H, E) = max(0, t + 1 - self.W), self.shape_BHE
-        kqv_B3HE = self.kqv.forward(t, x_BC).view(B, 3, H, E)
-        kq_B2HE = kqv_B3HE[:, :2]
-        _rotate(kq_B2HE, self.rotation[t], out=kq_B2HE)
-        k_BHE, q_BHE, v_BHE = kqv_B3HE.unbind(1)
-        q_N1E = q_BHE.reshape(B * H, 1, E)
-        self.k_NTE[:, t].view(B, H, E).copy_(k_BHE)
-        self.v_NTE[:, t].view(B, H, E).copy_(v_BHE)
-        self.q_NTE[:, t : t + 1] = q_N1E
-        p_N1S = torch.bmm(q_N1E, self.k_NTE[:, first : t + 1].mT).softmax(-1)
-        if self.drop.p > 0.0:
-            self.undropped.append(p_N1S)
-            p_N1S = self.drop.forward(p_N1S)
-        self.p_NTP[:, t : t + 1, first - t - 1 :] = p_N1S
-        torch.bmm(p_N1S, self.v_NTE[:, first : t + 1], out=self.mixed.at[t].view(B * H, 1, E))
-        return self.out.forward(t, self.mixed.at[t])
-
-    def backward(self, t: int, out: Tensor) -> None:
-        first, (B, H, E) = max(0, t + 1 - self.W), self.shape_BHE
-        if t == self.T - 1:
-            self.dv_dk_MTE.zero_()
-        dy_N1E = self.out.backward(t).view(B * H, 1, E)
-        self.dy_NTE[:, t : t + 1] = dy_N1E
-        p_N1S = self.p_NTP[:, t : t + 1, first - t - 1 :]
-        dp_N1S = self.drop.backward(torch.bmm(dy_N1E, self.v_NTE[:, first : t + 1].mT))
-        if self.drop.p > 0.0:
-            p_N1S = self.undropped.pop()
-        ds_N1S = aten._softmax_backward_data(dp_N1S, p_N1S, -1, p_N1S.dtype)
-        self.ds_NTP[:, t : t + 1, first - t - 1 :] = ds_N1S
-        self.dq_NTE[:, t : t + 1] = torch.bmm(ds_N1S, self.k_NTE[:, first : t + 1])
-        begin = t - t % KEY_BLOCK
-        end = min(begin + KEY_BLOCK, self.T)
-        self._add_to_keys(range(t, t + 1), range(t, min(end, t + self.W)))
-        dkqv_3BHE = self.kqv.dy.at[t].view(B, 3, H, E).transpose(0, 1)
-        _rotate(
-            self.dvkq_3BHTE[1:, :, :, t].transpose(0, 1), self.inverse_rotation[t], out=dkqv_3BHE[:2].transpose(0, 1)
-        )
-        dkqv_3BHE[2] = self.dvkq_3BHTE[0, :, :, t]
-        if t == begin:
-            self._add_to_keys(range(first, t), range(t, end))
-        self.kqv.backward(t, out=out)
-
-    def _add_to_keys(self, keys: range, queries: range) -> None:
-        """Add the contributions of these queries, at most one block, to the gradients of these earlier keys."""
-        if not keys:
-            return
-        M, T, P = self.p_ds_MTP.shape
-        # A key moves one column to the left with each query. With rows that are one shorter, it stays in its column.
-        size, stride = (M, len(queries), len(keys)), (T * P, P - 1, 1)
-        matrix = self.p_ds_MTP.as_strided(size, stride, (queries.start + 1) * (P - 1) + keys.start)
-        # A copy, because bmm multiplies matrices with these strides one at a time.
-        product = torch.bmm(matrix.mT.contiguous(), self.dy_q_MTE[:, queries.start : queries.stop])
-        self.dv_dk_MTE[:, keys.start : keys.stop] += product
-
-    def gather(self, x: Tensor) -> Gradients:
-        yield from self.kqv.gather(x)
-        yield from self.out.gather(self.mixed.flat)
-
-
-def _rotate(x_BPHE: Tensor, rotation: Tensor, out: Tensor) -> None:
-    """Multiply pairs of channels, viewed as complex numbers, by a rotation."""
-    torch.mul(_as_complex(x_BPHE), rotation, out=_as_complex(out))
-
-
-def _as_complex(x: Tensor) -> Tensor:
-    return torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))

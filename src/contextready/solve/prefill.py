@@ -21,7 +21,7 @@ from contextready.model.buffer import KVBuffer
 from contextready.model.cache import KVCache
 from contextready.model.checks import check_tokens
 from contextready.model.context_ready import ContextReady
-from contextready.model.macs import attention_macs_of, block_macs
+from contextready.model.macs import attention_macs_of, block_macs, ffn_macs
 from contextready.model.state import State
 from contextready.model.transformer import Transformer
 from contextready.solve.hardware import free_tokens
@@ -209,7 +209,7 @@ class _Costs:
         if not isinstance(backbone, Transformer):
             return None
         config, (B, T, C) = backbone.config, self.e_BTC.shape
-        correction = self.model.correction.definition.parts.macs_per_width_squared * C * C
+        correction = self.model.correction.definition.parts.macs(C, ffn_macs(config))
         spans = [(0, T, 0)] if plain_pass else []
         spans += [(begin, end, correction) for begin, end in runs]
         return B * sum(

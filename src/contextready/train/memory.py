@@ -28,10 +28,11 @@ def step_bytes(config: RunConfig, sequences: int, bf16: bool, gradients_stay: bo
     with torch.device("meta"):
         model = build_model(config.model)
     with FakeTensorMode():
+        # On a fake CPU device the same kernels are chosen as on a real one. Tied weights stay tied.
+        fakes = {p: nn.Parameter(torch.empty(p.shape, device="cpu")) for p in model.parameters()}
         for module in model.modules():
             for name, p in list(module.named_parameters(recurse=False)):
-                # On a fake CPU device the same kernels are chosen as on a real one.
-                module.register_parameter(name, nn.Parameter(torch.empty(p.shape, device="cpu")))
+                module.register_parameter(name, fakes[p])
         # One adjoint product is enough, because their number does not change the memory.
         eager = replace(t, compile=False, adjoint_steps=1 if t.gradient == "implicit" else None)
         objective = Objective.for_run(model, eager, lambda: torch.autocast("cpu", torch.bfloat16, enabled=bf16))

@@ -18,6 +18,7 @@ from torch import nn
 from contextready.device import find_device, multiplies_bf16
 from contextready.errors import ContextReadyError
 from contextready.files import check_name, locked_folder, write_json
+from contextready.model.config import MEANINGS
 from contextready.model.context_ready import ContextReady
 from contextready.runs import checkpoint as checkpoints
 from contextready.runs.config import RunConfig
@@ -88,7 +89,7 @@ class Trainer:
         # Everything that can be wrong with a checkpoint is found before a model is built.
         saved = None if newest is None else self._open(newest)
         torch.manual_seed(t.seed)
-        self.model = start_model(config.model).to(self.device)
+        self.model = start_model(config.model, None if saved is None else saved.described).to(self.device)
         self.account = cost_of(config.model, self.model)
         self.macs = cache(partial(sequence_macs, self.account, t))
         if newest is None and t.init_from is not None:
@@ -324,8 +325,7 @@ class Interrupts:
 
 def load_origin(model: ContextReady, config: RunConfig, origin: checkpoints.Checkpoint, source: Source) -> None:
     """Load the initial weights from a checkpoint: the whole model, or only the blocks if it holds a transformer."""
-    for key in ("heads", "window", "rope_base", "rope"):
-        # These change what the weights mean without changing their shapes.
+    for key in MEANINGS:
         theirs, ours = getattr(origin.native_config, key), getattr(config.model, key)
         if theirs != ours:
             raise ContextReadyError(f"{origin.folder} was trained with {key}={theirs}, not {ours}; set {key}={theirs}.")

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from dataclasses import fields as fields_of
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ ARCHITECTURE = "contextready"
 FORMATS = (1, 2)
 """The versions of the format that can be read. Version 2 says how channels rotate; older programs must not guess it."""
 TYPES = ("f32", "f16", "q8_0", "q4_0")
+ROPES = ("geometric", "integer")
+"""The rotary angles that a file can describe."""
 LONGEST = 1 << 31
 """The most tokens in a training sequence."""
 
@@ -43,6 +46,8 @@ class ExportedConfig(TransformerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.rope not in ROPES:
+            raise ContextReadyError(f"Unknown rope '{shown(self.rope)}'; update contextready to read this file.")
         if self.correction is not None and self.correction not in CORRECTIONS:
             raise ContextReadyError(f"Unknown correction '{self.correction}'; update contextready to read this file.")
 
@@ -101,6 +106,8 @@ FIELD_TYPES = {
     **dict.fromkeys(("extra_ffn", "bias", "head_bias", "correction_bias"), bool),
     **{"rope_base": float, "rope": str, "correction": str},
 }
+IN_TRAINING = ("dropout", "attention_dropout", "dropout_at", "init")
+"""Settings that change nothing in an exported model."""
 OPTIONAL = ("window", "correction", "rope", "head_bias")
 """Fields that are absent from files whose model has their default."""
 
@@ -241,6 +248,7 @@ def _describe(model: "ContextReady") -> "tuple[ExportedConfig, dict[str, Tensor]
         raise ContextReadyError(
             f"The correction {type(own).__name__} cannot be exported; use one of: {', '.join(CORRECTIONS)}."
         )
+    _check_options(backbone.config)
     fields = (name for name in FIELDS if not name.startswith("correction"))
     config = ExportedConfig(
         **{name: getattr(backbone.config, name) for name in fields},
@@ -254,6 +262,18 @@ def _describe(model: "ContextReady") -> "tuple[ExportedConfig, dict[str, Tensor]
             "This model cannot be exported: its weights do not match its configuration. Export an unmodified model."
         )
     return config, tensors
+
+
+def _check_options(config: TransformerConfig) -> None:
+    """Refuse a model with settings that a file cannot describe, such as those of Llama."""
+    for field in fields_of(TransformerConfig):
+        name, value = field.name, getattr(config, field.name)
+        is_described = value in ROPES if name == "rope" else name in FIELDS or name in IN_TRAINING
+        if not is_described and value != field.default:
+            raise ContextReadyError(
+                f"A model with {name}={str(value).lower()} cannot be exported yet; run it from its folder with the "
+                "engine eager or compiled."
+            )
 
 
 def _fold_scale(tensors: "dict[str, Tensor]", scale: float) -> None:
