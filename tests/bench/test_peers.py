@@ -8,37 +8,20 @@ import pytest
 import torch
 
 from contextready.bench import peers
-from contextready.bench.peers import PRECISIONS, HuggingFacePeer, LlamaCppPeer, Shape, random_weights, write_gguf
+from contextready.bench.llama import PRECISIONS, Shape, is_llama, random_weights, weights_of, write_gguf
+from contextready.bench.peers import HuggingFacePeer, LlamaCppPeer
 from contextready.errors import ContextReadyError
+from contextready.model.config import ModelConfig, TransformerConfig
+from contextready.model.context_ready import build_model
 
-SHAPE = Shape(layers=2, width=64, heads=2, vocab_size=96)
+SHAPE = Shape(layers=2, width=64, heads=2, vocab_size=96, ffn_width=160, kv_heads=2)
 
 
-def weights_of(model, shape):
-    """The weights of transformers' Llama under the names and in the row order of llama.cpp."""
-    names = {
-        "input_layernorm": "attn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "post_attention_layernorm": "ffn_norm",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    }
-    top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    for key, tensor in model.state_dict().items():
-        weight, name = tensor.numpy(), key.removesuffix(".weight")
-        if name in top:
-            yield f"{top[name]}.weight", weight
-            continue
-        _, _, layer, part = name.split(".", 3)
-        if part in ("self_attn.q_proj", "self_attn.k_proj"):
-            # transformers rotates row j of a head with row j + half; llama.cpp rotates neighbours.
-            halves = weight.reshape(shape.heads, 2, -1, shape.width)
-            weight = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(shape.width, shape.width))
-        yield f"blk.{layer}.{names[part]}.weight", weight
+def weights_from(model, shape):
+    """The weights of transformers' Llama under the names of llama.cpp."""
+    held = model.state_dict()
+    for name in shape.tensors():
+        yield name, held[peers._in_transformers(name)].numpy()
 
 
 def randomised(shape):
@@ -57,7 +40,7 @@ def randomised(shape):
     [(1088, 2912), (768, 2048), (64, 160), (8, 32)],
 )
 def test_the_gated_mlp_has_about_the_weights_of_the_baseline(width, ffn_width):
-    shape = Shape(1, width, 2, 32)
+    shape = Shape.like(TransformerConfig(32, width, 1, 2))
     assert shape.ffn_width == ffn_width
     if width >= 768:
         assert 3 * width * ffn_width == pytest.approx(8 * width**2, rel=0.005)
@@ -127,7 +110,7 @@ def test_both_compute_the_same_model(heads, tmp_path):
     prompt = np.random.default_rng(2).integers(shape.vocab_size, size=40).tolist()
     with contextlib.closing(randomised(shape)) as theirs:
         path = tmp_path / "model.gguf"
-        write_gguf(path, shape, "f32", weights_of(theirs.model, shape))
+        write_gguf(path, shape, "f32", weights_from(theirs.model, shape))
         exact = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
         llama = llama_cpp.Llama(str(path), n_ctx=64, n_batch=64, n_threads=1, logits_all=True, verbose=False, **exact)
         with contextlib.closing(llama):
@@ -137,12 +120,49 @@ def test_both_compute_the_same_model(heads, tmp_path):
             logits = theirs.model(torch.tensor([prompt])).logits[0].numpy()
         np.testing.assert_allclose(scores, logits, atol=1e-4 * np.abs(logits).max())
 
-        weights = weights_of(theirs.model, shape)
+        weights = weights_from(theirs.model, shape)
         with contextlib.closing(LlamaCppPeer(shape, "f32", capacity=256, weights=weights)) as ours:
             expected, _ = theirs.generate(prompt, 20)
             assert len(set(expected)) > 5  # not a constant, which a wrong model could produce too
             assert ours.generate(prompt, 20)[0] == expected
             assert ours.generate(prompt, 20)[0] == expected
+
+
+LLAMA = {"norm": "rms", "ffn": "swiglu", "ffn_width": 96, "kv_heads": 1, "rope_base": 5000.0, "norm_eps": 1e-6}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_both_run_the_weights_of_a_native_llama(tied):
+    pytest.importorskip("transformers")
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    torch.manual_seed(0)
+    config = ModelConfig(96, 64, 2, 4, **LLAMA, tied_embeddings=tied, correction=None)
+    assert is_llama(config)
+    backbone = build_model(config).eval().backbone
+    with torch.no_grad():
+        for weight in backbone.parameters():
+            weight.copy_(torch.randn_like(weight) * 0.2 if weight.dim() == 2 else 1 + 0.3 * torch.randn_like(weight))
+    prompt = np.random.default_rng(2).integers(96, size=30).tolist()
+    shape = Shape.like(config)
+    with contextlib.closing(HuggingFacePeer(shape, weights_of(backbone))) as peer:
+        expected, _ = peer.generate(prompt, 20)
+        with torch.no_grad():
+            ids = torch.tensor([prompt + expected[:-1]])
+            theirs = peer.model(ids).logits
+            torch.testing.assert_close(
+                backbone.head(backbone.blocks(backbone.embed(ids))[0]), theirs, atol=1e-4, rtol=1e-4
+            )
+        matrices = sum(w.numel() for w in backbone.parameters())
+        assert peer.bytes_per_token == 4 * (matrices - (0 if tied else 95 * 64))
+    assert len(set(expected)) > 5
+    with contextlib.closing(LlamaCppPeer(shape, "f32", capacity=256, weights=weights_of(backbone))) as peer:
+        assert peer.generate(prompt, 20)[0] == expected
+
+
+@pytest.mark.parametrize("setting", [{"qk_norm": True}, {"qkv_bias": True}, {"norm": "layer"}, {"head_width": 32}])
+def test_other_families_are_not_llama(setting):
+    assert not is_llama(ModelConfig(96, 64, 2, 4, **LLAMA | setting, correction=None))
 
 
 def test_a_prompt_longer_than_a_batch_is_read_whole(monkeypatch):

@@ -1,66 +1,42 @@
-"""Other programs in the decode benchmark: random Llama models with a transformer's shape in transformers and llama.cpp.
+"""Other programs in the decode benchmark: transformers and llama.cpp with Llama models.
 
-Both programs are optimised for Llama models: gated MLP, RMS norms, rotary positions, untied head.
+They run the same weights as a native model of the Llama family, or random ones of a transformer's shape. Both programs
+are optimised for Llama models: gated MLP, RMS norms, rotary positions.
 """
 
 import ctypes
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from contextready.bench.llama import Shape, Weights, check, random_weights, write_gguf
 from contextready.errors import ContextReadyError
 from contextready.extras import require
 from contextready.infer.engine import check_ids
-from contextready.model.config import TransformerConfig
 
-Weights = Iterable[tuple[str, npt.NDArray[np.float32]]]
-
-PRECISIONS = ("f32", "f16", "q8_0", "q4_0")
-
-_BLOCK = 32  # weights that share a scale in Q8_0 and Q4_0; row lengths are multiples of it
 _WARM_UP = 2  # unreported steps after the prompt, which allocate memory and fill caches
 _BATCH = 512  # prompt tokens that llama.cpp reads at once (its default)
-_EMBEDDING = "token_embd.weight"
-_NORM_EPSILON = 1e-5
-_ROPE_BASE = 10_000.0
-
-
-class Shape(NamedTuple):
-    """The shape of a transformer baseline."""
-
-    layers: int
-    width: int
-    heads: int
-    vocab_size: int
-
-    @property
-    def ffn_width(self) -> int:
-        """Inner width of a gated MLP with about as many weights as the baseline's FFN (8C²), in whole blocks."""
-        return max(1, round(8 * self.width / 3 / _BLOCK)) * _BLOCK
-
-    def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Shapes (out, in) of all weights of the Llama model, by their names in a GGUF file."""
-        C, H, V = self.width, self.ffn_width, self.vocab_size
-        layer = {
-            "attn_norm": (C,),
-            "attn_q": (C, C),
-            "attn_k": (C, C),
-            "attn_v": (C, C),
-            "attn_output": (C, C),
-            "ffn_norm": (C,),
-            "ffn_gate": (H, C),
-            "ffn_up": (H, C),
-            "ffn_down": (C, H),
-        }
-        blocks = {f"blk.{i}.{name}.weight": size for i in range(self.layers) for name, size in layer.items()}
-        return {_EMBEDDING: (V, C), **blocks, "output_norm.weight": (C,), "output.weight": (V, C)}
+_IN_TRANSFORMERS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""Names in transformers of the modules that a GGUF file names."""
 
 
 class Peer(ABC):
@@ -110,19 +86,19 @@ class HuggingFacePeer(Peer):
     name = "transformers"
     precision = "f32"
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, weights: Weights | None = None) -> None:
         transformers = require("transformers", "bench")
-        _check(shape)
+        check(shape)
         config = transformers.LlamaConfig(
             vocab_size=shape.vocab_size,
             hidden_size=shape.width,
             intermediate_size=shape.ffn_width,
             num_hidden_layers=shape.layers,
             num_attention_heads=shape.heads,
-            num_key_value_heads=shape.heads,
-            rms_norm_eps=_NORM_EPSILON,
-            rope_parameters={"rope_type": "default", "rope_theta": _ROPE_BASE},
-            tie_word_embeddings=False,
+            num_key_value_heads=shape.kv_heads,
+            rms_norm_eps=shape.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": shape.rope_base},
+            tie_word_embeddings=shape.tied,
             # A random model may choose any token, so no token may end the text.
             bos_token_id=None,
             eos_token_id=None,
@@ -131,10 +107,14 @@ class HuggingFacePeer(Peer):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.model: Any = transformers.LlamaForCausalLM(config).float().eval()
+        if weights is not None:
+            given = {_in_transformers(name): torch.from_numpy(weight) for name, weight in weights}
+            self.model.load_state_dict(given, strict=not shape.tied)
         self.vocab_size = shape.vocab_size
         embedding = self.model.get_input_embeddings().weight
         held = sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
-        self.bytes_per_token = held - (shape.vocab_size - 1) * shape.width * embedding.element_size()
+        unread = 0 if shape.tied else (shape.vocab_size - 1) * shape.width
+        self.bytes_per_token = held - unread * embedding.element_size()
 
     def close(self) -> None:
         """Free the model; it cannot decode afterwards."""
@@ -210,9 +190,13 @@ class LlamaCppPeer(Peer):
         self._llama.close()
         del self._llama
 
-    def _generate(self, prompt: Sequence[int], new: int) -> tuple[list[int], list[float]]:
+    def read(self, prompt: Sequence[int]) -> None:
+        """Read a prompt into an empty context."""
         self._llama.reset()
         self._llama.eval(list(prompt))
+
+    def _generate(self, prompt: Sequence[int], new: int) -> tuple[list[int], list[float]]:
+        self.read(prompt)
         api, context = self._api, self._llama.ctx
         slot = (ctypes.c_int32 * 1)()
         step = api.llama_batch_get_one(slot, 1)  # every step reads the slot again, at the next position
@@ -232,60 +216,8 @@ class LlamaCppPeer(Peer):
         return int(np.ctypeslib.as_array(logits, shape=(self.vocab_size,)).argmax())
 
 
-def random_weights(shape: Shape) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
-    """Weights as at the start of training: norms are 1, matrices are normal with standard deviation 0.02."""
-    random = np.random.default_rng(0)
-    for name, size in shape.tensors().items():
-        matrix = len(size) == 2
-        yield name, random.standard_normal(size, np.float32) * np.float32(0.02) if matrix else np.ones(size, np.float32)
-
-
-def write_gguf(path: Path, shape: Shape, precision: str, weights: Weights) -> int:
-    """Write a Llama model without a tokenizer as a GGUF file; returns the bytes of weights read per token.
-
-    Queries and keys are in llama.cpp's order, in which the two rows of a rotation pair are neighbours.
-    """
-    gguf = require("gguf", "bench")
-    _check(shape, precision)
-    quantization = gguf.GGMLQuantizationType[precision.upper()]
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(shape.layers)
-    writer.add_context_length(np.iinfo(np.int32).max)  # rotary positions set no limit
-    writer.add_embedding_length(shape.width)
-    writer.add_feed_forward_length(shape.ffn_width)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.heads)
-    writer.add_rope_dimension_count(shape.width // shape.heads)
-    writer.add_rope_freq_base(_ROPE_BASE)
-    writer.add_layer_norm_rms_eps(_NORM_EPSILON)
-    writer.add_vocab_size(shape.vocab_size)
-    writer.add_tokenizer_model("none")
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    expected, read = shape.tensors(), 0
-    for name, weight in weights:
-        if expected.pop(name, None) != weight.shape:
-            raise ContextReadyError(
-                f"{name} with shape {weight.shape} is not a weight of {shape}; give each weight once."
-            )
-        stored = gguf.quantize(weight, quantization) if weight.ndim == 2 else weight
-        writer.add_tensor(name, stored, raw_dtype=quantization if weight.ndim == 2 else None)
-        read += stored[0].nbytes if name == _EMBEDDING else stored.nbytes
-    if expected:
-        raise ContextReadyError(f"Weights of {shape} are missing: {', '.join(expected)}; give all of them.")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return read
-
-
-def _check(shape: Shape, precision: str = "f32") -> None:
-    """Refuse invalid shapes, and precisions that the shape does not allow."""
-    TransformerConfig(shape.vocab_size, shape.width, shape.layers, shape.heads)
-    if precision not in PRECISIONS:
-        raise ContextReadyError(f"Unknown precision '{precision}'; choose one of: {', '.join(PRECISIONS)}.")
-    if precision.startswith("q") and shape.width % _BLOCK:
-        raise ContextReadyError(
-            f"width={shape.width} cannot be stored in {precision}, which needs a multiple of {_BLOCK}; choose another "
-            "width, or f16 or f32."
-        )
+def _in_transformers(name: str) -> str:
+    """The name that transformers has for a weight in a GGUF file."""
+    *layer, module, kind = name.split(".")
+    outer = f"model.layers.{layer[1]}." if layer else ""
+    return f"{outer}{_IN_TRANSFORMERS[module]}.{kind}"

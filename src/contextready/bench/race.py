@@ -10,7 +10,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from contextready.bench.peers import HuggingFacePeer, LlamaCppPeer, Peer, Shape
+from contextready.bench.llama import Shape, Weights, is_llama, weights_of
+from contextready.bench.peers import HuggingFacePeer, LlamaCppPeer, Peer
 from contextready.infer.engine import Engine
 from contextready.infer.ggml.engine import GgmlEngine
 from contextready.infer.ggml.file import write_gguf
@@ -20,6 +21,7 @@ from contextready.model.config import ModelConfig
 from contextready.model.context_ready import ContextReady
 from contextready.model.cost import Account
 from contextready.model.state import State
+from contextready.model.transformer import Transformer
 
 BITS = {"f32": 32.0, "f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}
 """Bits per weight in a file, including the scales of quantised blocks."""
@@ -184,13 +186,25 @@ def engine_contestants(
     return contestants
 
 
-def peer_contestants(account: Account, precisions: Sequence[str], hardware: Hardware) -> list[Contestant]:
-    """Open random models with a transformer's shape in Hugging Face (fp32) and in llama.cpp (every precision)."""
+def peer_contestants(
+    account: Account, model: ContextReady | Path, precisions: Sequence[str], hardware: Hardware
+) -> list[Contestant]:
+    """Open Llama models in Hugging Face (fp32) and in llama.cpp (every precision).
+
+    They have the weights of the model itself, without its correction, if it is a Llama model, and otherwise random ones
+    and a shape like its own.
+    """
     config = account.config
-    shape = Shape(config.layers, config.width, config.heads, config.vocab_size)
-    peers: list[Peer] = [HuggingFacePeer(shape)]
-    peers += [LlamaCppPeer(shape, precision, hardware.threads, hardware.capacity) for precision in precisions]
-    return [PeerContestant(f"Llama N={config.layers} C={config.width}", account, peer) for peer in peers]
+    shape, backbone = Shape.like(config), None if isinstance(model, Path) else model.backbone
+    same = isinstance(backbone, Transformer) and is_llama(config)
+
+    def weights() -> Weights | None:
+        return weights_of(backbone) if isinstance(backbone, Transformer) and same else None
+
+    peers: list[Peer] = [HuggingFacePeer(shape, weights())]
+    peers += [LlamaCppPeer(shape, one, hardware.threads, hardware.capacity, weights()) for one in precisions]
+    label = "same weights, plain" if same else f"Llama N={config.layers} C={config.width}"
+    return [PeerContestant(label, account, peer) for peer in peers]
 
 
 def race(

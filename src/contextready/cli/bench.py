@@ -66,7 +66,10 @@ def add(verbs: Verbs) -> None:
         help="number of threads (default: the fastest for the widest model, by a short measurement)",
     )
     bench.add_argument(
-        "--peers", action="store_true", help="compare every transformer with Hugging Face and llama.cpp models"
+        "--peers",
+        action="store_true",
+        help="compare with Hugging Face and llama.cpp: transformers with Llama models of their shape, and converted "
+        "Llama models with the plain model",
     )
     bench.add_argument(
         "--prefill",
@@ -162,6 +165,7 @@ def run_bench(bench: Bench, as_json: bool = False, plot: Path | None = None) -> 
 
 
 def _contestants(bench: Bench, models: "Sequence[BenchModel]", threads: int, scratch: Path) -> "list[Contestant]":
+    from contextready.bench.llama import is_llama
     from contextready.bench.race import Hardware, engine_contestants, peer_contestants
 
     hardware = Hardware(max(bench.contexts) + bench.tokens + 8, threads, scratch)
@@ -170,8 +174,9 @@ def _contestants(bench: Bench, models: "Sequence[BenchModel]", threads: int, scr
         contestants += engine_contestants(
             one.label, one.account, one.model, bench.engines, bench.precisions, hardware=hardware
         )
-        if bench.peers and one.account.config.correction is None:
-            contestants += peer_contestants(one.account, bench.precisions, hardware)
+        config = one.account.config
+        if bench.peers and (config.correction is None or is_llama(config)):
+            contestants += peer_contestants(one.account, one.model, bench.precisions, hardware)
     return contestants
 
 
