@@ -113,7 +113,7 @@ TARGETS = {
     "exported": Target(
         ("exported",),
         ("gguf",),
-        (f"generate exported/f32.gguf {GENERATE}", f"generate exported/q8_0.gguf {GENERATE}", "info exported/f32.gguf"),
+        (*(f"generate exported/{name}.gguf {GENERATE}" for name in ("f32", "q8_0", "llama")), "info exported/f32.gguf"),
         10,
     ),
     "states": Target(("states", "run"), ("state",), (f"generate run {GENERATE} --state states/session.state",), 6),

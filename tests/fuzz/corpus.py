@@ -136,6 +136,8 @@ def _write_exports() -> None:
     Path("exported").mkdir()
     for kind in ("f32", "q8_0"):
         Export(Path("run"), Path(f"exported/{kind}.gguf"), kind, tokens=0).write()
+    if importlib.util.find_spec("transformers") is not None:
+        Export(Path("ready"), Path("exported/llama.gguf"), "f32", tokens=0).write()
 
 
 def _write_evil() -> None:

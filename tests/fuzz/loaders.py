@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def gguf(words: list[str]) -> str:
             engine.step([0])
         opened.tokenizer()
 
-    return _attempt(lambda: use(Path("exported/f32.gguf")), lambda: use(Path("exported/q8_0.gguf")))
+    return _attempt(*(partial(use, path) for path in sorted(Path("exported").glob("*.gguf"))))
 
 
 def state(words: list[str]) -> str:

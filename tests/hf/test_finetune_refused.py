@@ -88,13 +88,8 @@ def test_a_trained_correction_of_another_kind_is_not_thrown_away(place, folder, 
 def test_other_commands_say_that_it_is_not_theirs(place, trained, tmp_path, capsys):
     plan = ["plan", *arguments(place, tmp_path / "run")[1:]]
     assert "crt plan works for native models only" in refused(capsys, *plan)
-    pytest.importorskip("gguf")
-    said = refused(capsys, "export", trained, tmp_path / "x.gguf")
-    assert "holds a pretrained Hugging Face model" in said
-    assert "crt convert" in said
     said = refused(capsys, *arguments(place, tmp_path / "run", init_from=trained))
     assert "holds a pretrained Hugging Face model" in said
-    assert not (tmp_path / "x.gguf").exists()
 
 
 def test_a_dry_run_prints_the_cost(place, tmp_path):

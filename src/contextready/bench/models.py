@@ -16,7 +16,8 @@ from contextready.model.config import ModelConfig
 from contextready.model.context_ready import ContextReady, build_model
 from contextready.model.cost import Account, account
 from contextready.runs.catalog import entries
-from contextready.runs.checkpoint import Checkpoint, data_of, open_checkpoint
+from contextready.runs.checkpoint import Checkpoint, data_of, open_trained
+from contextready.runs.models import native_backbone_of
 from contextready.settings import build_settings
 
 FLOAT = 4
@@ -39,10 +40,10 @@ class BenchModel(NamedTuple):
 
 
 def open_models(words: Sequence[str], tokens: int = 0) -> list[BenchModel]:
-    """Open runs, checkpoints and exported files; paper models and `key=value` models get random weights.
+    """Open runs, checkpoints, Hugging Face folders and exported files; other models get random weights.
 
-    Before any weights are allocated, models that cannot fit into memory together are refused, with a cache for `tokens`
-    tokens each.
+    Those are models of the paper, by their names, or `key=value` settings. Models that cannot fit into memory together,
+    with a cache for `tokens` tokens each, are refused before any such weights are allocated.
     """
     paths = [word for word in words if Path(word).is_dir()]
     files = [word for word in words if Path(word).suffix == EXPORTED]
@@ -53,8 +54,9 @@ def open_models(words: Sequence[str], tokens: int = 0) -> list[BenchModel]:
         config = build_settings(ModelConfig, {key: fields[key] for key in fields if key != "correction_bias"})
         ways.append((file, account(config), partial(Path, file), None))
     for path in paths:
-        checkpoint = open_checkpoint(Path(path))
-        ways.append((path, account(checkpoint.native_config), checkpoint.model, checkpoint))
+        checkpoint = open_trained(Path(path))
+        cost, build = _of_checkpoint(checkpoint)
+        ways.append((path, cost, build, checkpoint))
     for entry in entries(named) if named else []:
         ways.append((entry.name, entry.account, partial(_random_model, entry.account.config), None))
     known = {*files, *paths}
@@ -63,6 +65,17 @@ def open_models(words: Sequence[str], tokens: int = 0) -> list[BenchModel]:
         BenchModel(label, cost, build(), None if checkpoint is None else _text(checkpoint), label not in known)
         for label, cost, build, checkpoint in ways
     ]
+
+
+def _of_checkpoint(checkpoint: Checkpoint) -> tuple[Account, Callable[[], ContextReady]]:
+    """The cost of a checkpoint's model, and what loads the model."""
+    if "width" in checkpoint.config["model"]:
+        return account(checkpoint.native_config), checkpoint.model
+    # Only the model itself knows the sizes of a pretrained one.
+    model = checkpoint.model()
+    backbone = native_backbone_of(model, checkpoint.folder)
+    config = ModelConfig(**asdict(backbone.config), correction=model.correction.definition.name)
+    return account(config), lambda: model
 
 
 def _random_model(config: ModelConfig) -> ContextReady:

@@ -23,7 +23,7 @@ from contextready.model.cost import Account
 from contextready.model.state import State
 from contextready.model.transformer import Transformer
 
-BITS = {"f32": 32.0, "f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}
+BITS = {"f32": 32.0, "f16": 16.0, "q8_0": 8.5, "q4_0": 4.5, "q4_k": 4.5}
 """Bits per weight in a file, including the scales of quantised blocks."""
 PROBE = 2**27
 """Number of floats that the bandwidth probe reads: 512 MB, far more than any cache holds."""

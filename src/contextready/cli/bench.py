@@ -52,10 +52,12 @@ def add(verbs: Verbs) -> None:
         "two timed pairs with random weights.",
         EXAMPLES,
     )
-    bench.add_argument("what", nargs="*", help="runs, .gguf files, names of paper models, or settings key=value")
+    bench.add_argument(
+        "what", nargs="*", help="runs, converted models, .gguf files, names of paper models, or key=value"
+    )
     bench.add_argument("--engines", default="eager,ggml", help="comma-separated list of eager, compiled, ggml")
     bench.add_argument(
-        "--precisions", default="f32,q8_0", help="comma-separated list of f32, f16, q8_0, q4_0; only for ggml"
+        "--precisions", default="f32,q8_0", help="comma-separated list of f32, f16, q8_0, q4_0, q4_k; only for ggml"
     )
     bench.add_argument("--contexts", default="256", help="context lengths in tokens, separated by commas")
     bench.add_argument("--tokens", type=whole_number, default=32, help="number of tokens timed per round")
@@ -137,12 +139,14 @@ def run_bench(bench: Bench, as_json: bool = False, plot: Path | None = None) -> 
         # Refused before measuring, which takes minutes.
         check_picture(plot)
     console, messages = make_console(tables=True, file_width=FILE_WIDTH), make_console(stderr=True)
-    with messages.status("building models") as status, tempfile.TemporaryDirectory() as scratch, torch.inference_mode():
+    with messages.status("building models") as status, tempfile.TemporaryDirectory() as scratch:
+        # Not in inference mode, because opening a pretrained model checks that gradients pass through it.
         models = open_models(bench.what or PAIRS, max(bench.contexts) + bench.tokens)
         threads = bench.threads or torch_threads(max(one.account.config.width for one in models))
         torch.set_num_threads(threads)
-        contestants = _contestants(bench, models, threads, Path(scratch))
-        timings, bandwidth = race(contestants, bench.contexts, bench.tokens, bench.rounds, status.update)
+        with torch.inference_mode():
+            contestants = _contestants(bench, models, threads, Path(scratch))
+            timings, bandwidth = race(contestants, bench.contexts, bench.tokens, bench.rounds, status.update)
         for contestant in contestants:
             contestant.close()
     with ProgressReport("tokens") as progress, torch.inference_mode():

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
 crt export runs/mini-d1 mini.gguf --type q8_0
 crt export runs/mini-d1 mini-f32.gguf --type f32 --tokens 0     # skip measuring
+crt export smollm2-crt smollm2.gguf --type q8_0 --data data/smollm2
 """
 
 
@@ -28,16 +29,19 @@ def add(verbs: Verbs) -> None:
         verbs,
         "export",
         "write a model for the fast CPU engine",
-        "Write a run or checkpoint as a GGUF file for the ggml engine. The file contains weights,\n"
-        "settings and tokenizer, and runs without torch. Then measure on the validation data how much\n"
-        "the precision of the file costs in perplexity.",
+        "Write a run, a checkpoint or a converted model as a GGUF file for the ggml engine. The file\n"
+        "contains weights, settings and tokenizer, and runs without torch. Then measure on the\n"
+        "validation data how much the precision of the file costs in perplexity.",
         EXAMPLES,
     )
     export.add_argument(
-        "run_folder", metavar="run", type=Path, help="run (its newest checkpoint is used) or checkpoint"
+        "run_folder",
+        metavar="run",
+        type=Path,
+        help="run (its newest checkpoint is used), checkpoint, or Hugging Face folder that runs natively",
     )
     export.add_argument("out", type=Path, help="file to write, with the extension .gguf")
-    export.add_argument("--type", default="f16", help="type of the matrices: f32, f16, q8_0 or q4_0")
+    export.add_argument("--type", default="f16", help="type of the matrices: f32, f16, q8_0, q4_0 or q4_k")
     export.add_argument(
         "--tokens",
         type=whole_number,
@@ -73,8 +77,9 @@ def _run(options: argparse.Namespace) -> None:
 
 def print_written(report: "ExportReport") -> None:
     """Print what was written and what to do next."""
+    rest = f" ({report.in_f16} of {report.matrices} in f16, whose rows do not divide into blocks)"
     print(
-        f"Wrote {report.out}: {report.bytes / 1e6:.1f} MB, matrices in {report.type}. "
+        f"Wrote {report.out}: {report.bytes / 1e6:.1f} MB, matrices in {report.type}{rest if report.in_f16 else ''}. "
         f"Next: crt generate {report.out} 'Once upon a time'",
         flush=True,
     )

@@ -5,7 +5,6 @@ Shapes in names: B batch, T tokens of this call, S keys attended to, H heads (of
 E head size.
 """
 
-from math import pi
 from typing import Any, Protocol
 
 import torch
@@ -13,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from contextready.model.config import TransformerConfig
+from contextready.model.rope import PAIR_DIMS, angles
 
-PAIR_DIMS = {"geometric": -2, "integer": -1, "linear": -2, "llama3": -2}
-"""The dimension of the two channels of a pair when a head's channels are viewed as pairs: halves or neighbours."""
 SHORT = 1 << 13
 """Tokens times head size up to which attention in float32 is faster than in bf16 when a CPU trains."""
 KV = tuple[Tensor, Tensor]
@@ -103,21 +101,8 @@ def rotary_angles(config: TransformerConfig, positions: Tensor, dtype: torch.dty
     # A float32 angle is off by 0.006 rad at position 100,000, so angles are float64 if the device supports it.
     exact = torch.float32 if positions.device.type == "mps" else torch.float64
     even = torch.arange(0, config.head_size, 2, device=positions.device, dtype=exact)
-    at = positions[..., None].to(exact)
-    angles = at * (even / 2) if config.rope == "integer" else at / positions_per_radian(config, even)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def positions_per_radian(config: TransformerConfig, even: Tensor) -> Tensor:
-    """Return how many positions each pair of channels needs to rotate by one radian."""
-    positions = config.rope_base ** (even / config.head_size)
-    if config.rope == "linear":
-        return positions * config.rope_factor
-    if config.rope == "llama3":
-        turns = config.rope_length / (2 * pi * positions)
-        kept = ((turns - config.rope_low) / (config.rope_high - config.rope_low)).clamp(0.0, 1.0)
-        return positions / (kept + (1.0 - kept) / config.rope_factor)
-    return positions
+    radians = angles(config, positions[..., None].to(exact), even)
+    return radians.cos().to(dtype), radians.sin().to(dtype)
 
 
 def channel_pairs(x: Tensor, pair_dim: int) -> Tensor:

@@ -25,7 +25,8 @@ MOST = {
 LARGEST_BASE = 1e18
 """The largest base of the rotary frequencies, whose powers fit into any floating-point format."""
 DEFAULT_BASE = 10_000.0
-LARGEST_FACTOR = 1e6
+LEAST_FACTOR, LARGEST_FACTOR = 1e-6, 1e6
+"""The limits of factors of rotary positions, with which every frequency is finite."""
 CHOICES = {
     "init": ("gpt2", "torch"),
     "rope": ("geometric", "integer", "linear", "llama3"),
@@ -162,13 +163,13 @@ class TransformerConfig:
             value = getattr(self, name)
             if self.rope not in kinds and value != getattr(TransformerConfig, name):
                 raise ContextReadyError(f"{name}={value:g} does not apply to rope={self.rope}; leave {name} out.")
-        if not 0.0 < self.rope_factor <= LARGEST_FACTOR:
+        if not LEAST_FACTOR <= self.rope_factor <= LARGEST_FACTOR:
             raise ContextReadyError(
-                f"rope_factor must be greater than 0 and at most {LARGEST_FACTOR:g}, but got {self.rope_factor:g}."
+                f"rope_factor must be between {LEAST_FACTOR:g} and {LARGEST_FACTOR:g}, but got {self.rope_factor:g}."
             )
-        if not 0.0 < self.rope_low < self.rope_high <= LARGEST_FACTOR:
+        if not LEAST_FACTOR <= self.rope_low < self.rope_high <= LARGEST_FACTOR:
             raise ContextReadyError(
-                f"rope_low must be greater than 0 and less than rope_high, but got {self.rope_low:g} and "
+                f"rope_low must be at least {LEAST_FACTOR:g} and less than rope_high, but got {self.rope_low:g} and "
                 f"{self.rope_high:g}."
             )
         check_count("rope_length", self.rope_length, 1, MOST["rope_length"])

@@ -2,8 +2,8 @@
 
 Each correction is one class. Its formula is written once, in terms of abstract operations. Four modules implement
 them: torch (`model/correction_module.py`), the hand-written gradient (`solve/bptt.py`), the exported graph
-(`infer/ggml/graph.py`) and the cost accounting below. So a new correction needs only a class here and a test. This file
-does not import torch, because exported models run without it.
+(`infer/ggml/formula.py`) and the cost accounting below. So a new correction needs only a class here and a test. This
+file does not import torch, because exported models run without it.
 """
 
 from functools import cached_property

@@ -13,17 +13,21 @@ def weight_shapes(config: ModelConfig) -> Iterator[Shape]:
 
     They are yielded one by one, so that a file can be compared with a configuration of a million layers at once.
     """
-    C, bias = config.width, config.bias
     # The weights of a plain transformer have its own names, without the prefix of the backbone.
     yield from backbone_shapes(config, "" if config.correction is None else "backbone.")
-    parts = find_correction(config.correction).parts
-    for name, size in parts.norms.items():
-        yield from _norm(f"correction.{name}", size * C, bias)
+    yield from correction_shapes(config.correction, config.width, config.bias)
+    if config.correction_gain is not None and find_correction(config.correction).parts.has_network:
+        yield "correction.gain", (gain_size(config.correction_gain, config.width),)
+
+
+def correction_shapes(name: str | None, width: int, bias: bool) -> Iterator[Shape]:
+    """Yield the name and the shape of each weight of a correction, without that of its factor."""
+    parts, C = find_correction(name).parts, width
+    for norm, size in parts.norms.items():
+        yield from _norm(f"correction.{norm}", size * C, bias)
     if parts.has_network:
         yield from _linear("correction.ffn.up", parts.network_inputs * C, 4 * C, bias)
         yield from _linear("correction.ffn.down", 4 * C, C, bias)
-        if config.correction_gain is not None:
-            yield "correction.gain", (gain_size(config.correction_gain, C),)
 
 
 def backbone_shapes(config: TransformerConfig, prefix: str = "") -> Iterator[Shape]:

@@ -13,6 +13,7 @@ from contextready.files import read_json
 from contextready.model.config import ModelConfig
 from contextready.model.context_ready import ContextReady, build_model
 from contextready.model.cost import Account, account
+from contextready.model.transformer import Transformer
 from contextready.runs.config import PretrainedModelConfig
 
 
@@ -37,6 +38,16 @@ def cost_of(config: ModelConfig | PretrainedModelConfig, model: ContextReady | N
         return account(config)
     cost: Account = hugging_face().cost(model or start_model(config))
     return cost
+
+
+def native_backbone_of(model: ContextReady, folder: Path) -> Transformer:
+    """Return the native transformer of a model that was loaded from this folder; it is an error if it has none."""
+    if isinstance(model.backbone, Transformer):
+        return model.backbone
+    raise ContextReadyError(
+        f"{folder} holds a Hugging Face model that does not run natively, which is not supported here. This command "
+        f"says whether it has a native form, and writes it: crt convert {folder} OUT"
+    )
 
 
 def check_tokenizer(config: ModelConfig | PretrainedModelConfig, data_sha256: str | None, folder: Path) -> None:

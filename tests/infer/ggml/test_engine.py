@@ -6,7 +6,8 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from helpers import KINDS, random_tokens, small_config, small_model
+from ggml_helpers import TOLERANCE, exported, far, ids_of, same_state, single, stepped, streamed
+from helpers import KINDS, small_config
 from schedule_helpers import check_schedule
 
 from contextready import ContextReady, ContextReadyError, State, Transformer, account, build_correction
@@ -22,54 +23,7 @@ pytest.importorskip("gguf")
 
 from contextready.infer.ggml.engine import BUCKET, GRAPHS, GgmlEngine
 from contextready.infer.ggml.export import engine_score
-from contextready.infer.ggml.file import read_gguf, write_gguf
-
-# Logits are of order one, both sides round in float32.
-TOLERANCE = 1e-5
-
-
-def exported(model, folder, type="f32", trained_length=64, tokenizer=None):
-    path = folder / f"{type}.gguf"
-    write_gguf(model, path, trained_length, type, tokenizer)
-    return path
-
-
-def single(**changes):
-    """A random model whose recurrence does not enlarge what float32 rounds: its embeddings are large."""
-    model = small_model(dtype=torch.float32, gain=0.6, **changes)
-    with torch.no_grad():
-        model.backbone.embedding.weight.mul_(5.0)
-    return model
-
-
-def streamed(model, ids, state=None):
-    """Logits (T, V) of the eager model, and its state after them."""
-    with torch.no_grad():
-        logits, state = model.stream(torch.tensor([ids]), model.init_state(1) if state is None else state)
-    return logits[0].numpy(), state
-
-
-def stepped(engine, ids):
-    return np.stack([engine.step([token])[0] for token in ids])
-
-
-def ids_of(length, seed=1):
-    return random_tokens(1, length, seed=seed)[0].tolist()
-
-
-def far(a, b):
-    return float(np.abs(a - b).max())
-
-
-def same_state(a, b, tolerance=TOLERANCE):
-    assert (a.position, a.history) == (b.position, b.history)
-    assert (a.cache.window, a.cache.keep) == (b.cache.window, b.cache.keep)
-    assert a.carried_BRC.shape == b.carried_BRC.shape
-    assert far(a.carried_BRC.numpy(), b.carried_BRC.numpy()) < tolerance
-    for ours, theirs in zip(a.cache.layers, b.cache.layers, strict=True):
-        for mine, other in zip(ours, theirs, strict=True):
-            assert mine.shape == other.shape
-            assert mine.numel() == 0 or far(mine.numpy(), other.numpy()) < tolerance
+from contextready.infer.ggml.file import read_gguf
 
 
 @pytest.mark.parametrize(

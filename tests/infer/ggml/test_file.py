@@ -17,8 +17,7 @@ from contextready.model.correction_module import CorrectionModule
 pytest.importorskip("ggml")
 gguf = pytest.importorskip("gguf")
 
-from contextready.infer.ggml import file as gguf_file  # noqa: E402
-from contextready.infer.ggml import tokenizer_fields  # noqa: E402
+from contextready.infer.ggml import config, tokenizer_fields  # noqa: E402
 from contextready.infer.ggml.engine import GgmlEngine  # noqa: E402
 from contextready.infer.ggml.file import TYPES, read_gguf, write_gguf  # noqa: E402
 
@@ -34,10 +33,10 @@ def exported(model, folder, type="f32", trained_length=64, tokenizer=None):
 
 
 def test_smaller_types_make_smaller_files(tmp_path):
-    model = single(width=64, heads=2)
-    sizes = [write_gguf(model, tmp_path / "m.gguf", 8, type) for type in TYPES]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] > 1.9 * sizes[1] > 1.9 * 1.8 * sizes[2]
+    model = single(width=256, heads=2)
+    sizes = {type: write_gguf(model, tmp_path / "m.gguf", 8, type) for type in TYPES}
+    assert sizes["f32"] > 1.9 * sizes["f16"] > 1.9 * 1.8 * sizes["q8_0"] > 1.9 * 1.8 * 1.8 * sizes["q4_0"]
+    assert sizes["q4_k"] == sizes["q4_0"]
 
 
 def test_the_tokenizer_comes_along(tmp_path):
@@ -128,16 +127,16 @@ def test_files_that_are_no_whole_export_are_a_sentence(tmp_path, monkeypatch):
     bad.write_bytes(whole.replace(b"contextready", b"contextsteady", 1).replace(b"l.architecture", b"l.architectur", 1))
     refused("damaged or incomplete|another kind")
     with monkeypatch.context() as patch:
-        patch.setattr(gguf_file, "FORMATS", (3, 4))
+        patch.setattr(config, "FORMATS", (4, 5, 6))
         write_gguf(single(), bad, 8)
-    refused("has format version 3, but")
+    refused("has format version 4, but")
 
 
 SIZES = {"format": 1, "context_length": 8, "vocab_size": 5, "embedding_length": 4, "block_count": 1}
 FIELDS = [("uint32", name, value) for name, value in (SIZES | {"attention.head_count": 2}).items()]
 FIELDS += [("bool", name, False) for name in ("extra_ffn", "bias", "correction_bias")]
 FIELDS += [("float64", "rope.freq_base", 10_000.0), ("string", "correction", "block_head")]
-SHAPES = dict(gguf_file.ExportedConfig(5, 4, 1, 2, correction="block_head").tensors())
+SHAPES = dict(config.ExportedConfig(5, 4, 1, 2, correction="block_head").tensors())
 GOOD = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
 
 
@@ -172,7 +171,7 @@ def test_files_with_the_wrong_contents_are_a_sentence(tmp_path):
         (changed("embedding_length", "string", "four"), GOOD, "sizes do not describe a model; export"),
         (changed("attention.head_count", "uint32", 3), GOOD, "sizes do not describe a model .*heads=3"),
         (changed("correction", "string", "more"), GOOD, "sizes do not describe a model .*Unknown correction 'more'"),
-        (changed("format", "uint32", 3), GOOD, "has format version 3, but this version of contextready reads 1 and 2"),
+        (changed("format", "uint32", 4), GOOD, "has format version 4, but this version of contextready reads 1 to 3"),
     ):
         write(bad, case, tensors)
         with pytest.raises(ContextReadyError, match=sentence):
@@ -219,10 +218,52 @@ def test_a_tensor_that_the_configuration_does_not_name_is_refused(tmp_path, name
         ("rope.type", "string", "halves", "rope=halves is unknown"),
         ("rope.type", "uint32", 2, "sizes do not describe a model; export"),
         ("head_bias", "uint32", 1, "sizes do not describe a model; export"),
+        ("norm", "string", "rsm", "norm=rsm is unknown"),
+        ("norm", "uint32", 1, "sizes do not describe a model; export"),
+        ("attention.layer_norm_epsilon", "float64", 0.0, "norm_eps must be greater than 0"),
+        ("attention.layer_norm_epsilon", "float64", float("nan"), "norm_eps must be greater than 0"),
+        ("attention.layer_norm_epsilon", "uint32", 1, "sizes do not describe a model; export"),
+        ("ffn", "string", "relu", "ffn=relu is unknown"),
+        ("feed_forward_length", "uint32", 0, "ffn_width must be at least 1, but got 0"),
+        ("feed_forward_length", "uint64", 2**40, "ffn_width must be at most"),
+        ("feed_forward_length", "uint32", 17, "the tensor layers.0.ffn.up.weight has shape"),
+        ("attention.head_count_kv", "uint32", 3, "heads=2 is not divisible by kv_heads=3"),
+        ("attention.head_count_kv", "uint64", 2**62, "kv_heads must be at most"),
+        ("attention.head_count_kv", "uint32", 1, "the tensor layers.0.attn.qkv.weight has shape"),
+        ("attention.key_length", "uint32", 3, "head_width gives an odd head size of 3"),
+        ("attention.key_length", "uint32", 2**20, "the tensor layers.0.attn.qkv.weight has shape"),
+        ("qk_norm", "uint32", 1, "sizes do not describe a model; export"),
+        ("qk_norm", "bool", True, "the tensor layers.0.attn.q_norm.weight is missing"),
+        ("qkv_bias", "bool", True, "the tensor layers.0.attn.qkv.bias is missing"),
+        ("tied_embeddings", "bool", True, "its configuration has no tensor unembedding.weight"),
+        ("rope.type", "string", "linear\0", "rope=linear.* is unknown"),
+        ("rope.scaling.factor", "float64", 2.0, "rope_factor=2 does not apply to rope=geometric"),
+        ("rope.scaling.low_freq_factor", "float64", float("nan"), "rope_low=nan does not apply to rope=geometric"),
+        ("rope.scaling.original_context_length", "uint64", 2**40, "rope_length=.* does not apply"),
+        ("no_rope_every", "uint32", 0, "no_rope_every must be at least 1, but got 0"),
     ],
 )
 def test_sizes_are_limited_before_anything_depends_on_them(tmp_path, name, type, value, sentence):
     write(tmp_path / "bad.gguf", changed(name, type, value), GOOD)
+    with pytest.raises(ContextReadyError, match=sentence):
+        read_gguf(tmp_path / "bad.gguf")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("factor", 0.0, "rope_factor must be between 1e-06 and 1e"),
+        ("factor", 5e-324, "rope_factor must be between 1e-06 and 1e"),
+        ("factor", float("nan"), "rope_factor must be between 1e-06 and 1e"),
+        ("low_freq_factor", -1.0, "rope_low must be at least 1e-06 and less than rope_high"),
+        ("high_freq_factor", float("inf"), "rope_low must be at least 1e-06 and less than rope_high"),
+        ("original_context_length", 0, "rope_length must be at least 1, but got 0"),
+        ("original_context_length", 2**31, "rope_length must be at most"),
+    ],
+)
+def test_the_scaling_of_angles_is_limited(tmp_path, name, value, sentence):
+    scaling = ("uint64" if isinstance(value, int) else "float64", f"rope.scaling.{name}", value)
+    write(tmp_path / "bad.gguf", [*changed("rope.type", "string", "llama3"), scaling], GOOD)
     with pytest.raises(ContextReadyError, match=sentence):
         read_gguf(tmp_path / "bad.gguf")
 

@@ -12,19 +12,13 @@ from contextready.errors import ContextReadyError
 from contextready.extras import require
 from contextready.formats.limits import MOST_ROWS, check_count, check_memory
 from contextready.infer.engine import Logits, check_capacity, check_ids, check_row, check_step, check_threads
-from contextready.infer.ggml.file import LONGEST, Exported, ExportedConfig, read_gguf
-from contextready.infer.ggml.graph import (
-    FLOAT,
-    NODE_BYTES,
-    NODES_PER_PLACE,
-    Array,
-    Buffers,
-    StepGraph,
-    Weights,
-    frequencies,
-    inverse_angles,
-)
+from contextready.infer.ggml.buffers import Buffers, state_bytes
+from contextready.infer.ggml.config import LONGEST
+from contextready.infer.ggml.file import Exported, read_gguf
+from contextready.infer.ggml.graph import StepGraph
 from contextready.infer.ggml.prompt import WIDTH, PromptChunk, solve
+from contextready.infer.ggml.rotation import frequencies, inverse_angles
+from contextready.infer.ggml.tensors import Array, Weights
 from contextready.infer.ggml.threads import ggml_threads
 from contextready.solve.prompt_reader import PromptReader
 from contextready.solve.reading import ReadInfo, joined
@@ -169,7 +163,7 @@ class GgmlEngine:
         order_S = np.arange(position - held, position) % self._slots
         # Indexing with an array copies, so the state shares no memory with this engine.
         kv = [torch.from_numpy(kv[row][:, order_S]) for kv in self._buffers.kv]
-        layers = tuple((both[None, : c.heads].clone(), both[None, c.heads :].clone()) for both in kv)
+        layers = tuple((both[None, : c.shared_heads].clone(), both[None, c.shared_heads :].clone()) for both in kv)
         newest = np.stack((self._before_RC[row], self._carried_RC[row]))[-self._known[row] :]
         return State(KVCache(layers, position, c.window, c.window), torch.from_numpy(newest)[None], history=1)
 
@@ -185,11 +179,11 @@ class GgmlEngine:
         from contextready.model.cache import KVCache
 
         assert isinstance(state.cache, KVCache)
-        position, held = state.position, min(state.cache.length, self._slots)
+        position, held, G = state.position, min(state.cache.length, self._slots), self.config.shared_heads
         order_S = np.arange(position - held, position) % self._slots
         for (k_BHSE, v_BHSE), kv in zip(state.cache.layers, self._buffers.kv, strict=True):
             both = (k_BHSE[0], v_BHSE[0])
-            for part, heads in zip(both, (slice(self.config.heads), slice(self.config.heads, None)), strict=True):
+            for part, heads in zip(both, (slice(G), slice(G, None)), strict=True):
                 kv[row][heads, order_S] = part[:, part.shape[1] - held :].detach().float().cpu().numpy()
         carried_RC = state.carried_BRC[0, -2:].detach().float().cpu().numpy()
         self._carried_RC[row], self._before_RC[row] = carried_RC[-1], carried_RC[0]
@@ -284,7 +278,7 @@ class GgmlEngine:
                 "This is not a state of this kind of model; use one returned by an engine or by init_state."
             )
         theirs = (*state.cache.shape, state.carried_BRC.shape[2])
-        ours = (c.layers, c.heads, c.head_size, c.window, c.width)
+        ours = (c.layers, c.shared_heads, c.head_size, c.window, c.width)
         if theirs != ours:
             raise ContextReadyError(
                 f"This state belongs to another model (layers, heads, head size, window, width: {theirs} instead of "
@@ -293,13 +287,6 @@ class GgmlEngine:
         if state.batch_size != 1:
             raise ContextReadyError(f"This state has {state.batch_size} rows; select one of them.")
         check_capacity(self.capacity, state.position)
-
-
-def state_bytes(config: ExportedConfig, rows: int, slots: int, places: int) -> int:
-    """Bytes of memory for an engine: keys, values and logits of its rows, and masks and what describes a graph."""
-    c = config
-    row = FLOAT * 2 * c.layers * c.width * slots + FLOAT * c.vocab_size
-    return rows * row + places * (FLOAT * slots + NODE_BYTES * NODES_PER_PLACE * (c.layers + 2))
 
 
 def _seconds(run: Callable[[int], object], count: int) -> float:

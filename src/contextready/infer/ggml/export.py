@@ -15,9 +15,11 @@ from contextready.errors import ContextReadyError
 from contextready.extras import require
 from contextready.infer.engine import EXPORTED, Engine
 from contextready.infer.ggml.engine import GgmlEngine
-from contextready.infer.ggml.file import check_absent, check_type, write_gguf
+from contextready.infer.ggml.file import check_absent, read_gguf, write_gguf
+from contextready.infer.ggml.quantize import BLOCKS, check_type
 from contextready.measure.perplexity import Score, parallel_scores, sequential_score
-from contextready.runs.checkpoint import data_of, open_checkpoint
+from contextready.runs.checkpoint import data_of, open_trained
+from contextready.runs.models import native_backbone_of
 
 ROWS = 16
 """Sequences on which the exported model is scored at once."""
@@ -37,7 +39,10 @@ class ExportReport:
     out: Path
     bytes: int
     type: str
-    """Type of the matrices."""
+    """The requested type of the matrices."""
+    matrices: int
+    in_f16: int
+    """How many of them are in f16 instead, because their rows are not whole blocks of the requested type."""
     tokens: int = 0
     """Number of tokens on which both models were scored."""
     exported: Score | None = None
@@ -59,6 +64,8 @@ class ExportReport:
             "out": str(self.out),
             "bytes": self.bytes,
             "type": self.type,
+            "matrices": self.matrices,
+            "in_f16": self.in_f16,
             "tokens": self.tokens,
             "perplexity": None if self.exported is None else self.exported.perplexity,
             "original_perplexity": None if self.original is None else self.original.perplexity,
@@ -70,9 +77,9 @@ class ExportReport:
 class Export:
     """One export: creating it checks the request, `write` writes the file, and `measure` scores it.
 
-    run         a run (its newest checkpoint is exported) or a checkpoint
+    run         a run (its newest checkpoint is exported), a checkpoint, or a Hugging Face folder that runs natively
     out         the file to write, with the extension .gguf
-    type        type of the matrices: f32, f16, q8_0 or q4_0
+    type        type of the matrices: f32, f16, q8_0, q4_0 or q4_k
     tokens      about how many validation tokens to measure on; 0 measures nothing
     data        prepared data to measure on (default: the data that the model was trained on)
     overwrite   whether an existing file may be replaced
@@ -92,11 +99,10 @@ class Export:
         check_type(type)
         if tokens < 0:
             raise ContextReadyError(f"--tokens must be at least 0 (0 measures nothing), but got {tokens}.")
-        checkpoint = open_checkpoint(run)
+        checkpoint = open_trained(run)
         checkpoint.must_have_learned_text()
-        checkpoint.native_config  # noqa: B018  (refuses models that have no ggml graph)
         self.out, self.type, self.overwrite = out, type, overwrite
-        self.block_size: int = checkpoint.config["train"]["block_size"]
+        self.trained_length, self.block_size = checkpoint.trained_length, checkpoint.config["train"]["block_size"]
         # Token files may come without a tokenizer.
         has_tokenizer = (checkpoint.folder / TOKENIZER_FILE).is_file()
         self.tokenizer = checkpoint.tokenizer() if has_tokenizer else None
@@ -105,22 +111,29 @@ class Export:
         if tokens:
             # Missing data or packages are reported before anything is written.
             require("ggml", "ggml")
+            if data is None and not checkpoint.config["train"]["data"]:
+                raise ContextReadyError(
+                    f"{run} does not record its training data, which would show what the precision costs in "
+                    "perplexity; pass --data FOLDER, or --tokens 0 to skip measuring."
+                )
             self.sequences = Sequences(data_of(checkpoint, data).tokens("val"), self.block_size, "validation")
             self.count = max(1, min(self.sequences.count, tokens // self.block_size))
         self.model = checkpoint.model().eval()
+        native_backbone_of(self.model, run)
 
     def write(self, advance: Advance = _no_progress) -> ExportReport:
         """Write the file; `advance` counts bytes."""
         size = write_gguf(
             self.model,
             self.out,
-            self.block_size,
+            self.trained_length,
             self.type,
             self.tokenizer,
             overwrite=self.overwrite,
             advance=lambda total, done: advance(f"Writing {self.out.name}", total, done),
         )
-        return ExportReport(self.out, size, self.type)
+        types = [weight.type for weight in read_gguf(self.out).weights.values() if len(weight.shape) == 2]
+        return ExportReport(self.out, size, self.type, len(types), types.count("f16") if self.type in BLOCKS else 0)
 
     def measure(self, report: ExportReport, advance: Advance = _no_progress) -> ExportReport:
         """Score the original and the file on the same sequences and complete the report; `advance` counts tokens."""

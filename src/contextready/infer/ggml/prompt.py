@@ -9,8 +9,8 @@ from math import ceil, inf
 import numpy as np
 import numpy.typing as npt
 
-from contextready.infer.ggml.file import ExportedConfig
-from contextready.model.macs import attention_macs_of, block_macs, correction_macs
+from contextready.infer.ggml.config import ExportedConfig
+from contextready.model.macs import attention_macs_of, block_macs, correction_macs, ffn_macs
 from contextready.solve.prompt_reader import FEWEST_SEGMENTS, SHORTEST_SEGMENT, PromptReader
 from contextready.solve.reading import ReadInfo, all_exact
 from contextready.solve.sweeping import Sweeps, solve_by_sweeps
@@ -128,7 +128,8 @@ def _info(
         return (end - first) * block_macs(config) + attention_macs_of(config, position + first, position + end)
 
     plain = macs(0, tokens)
-    corrected = sum(macs(*run) + (run[1] - run[0]) * correction_macs(config.correction, config.width) for run in runs)
+    correction = correction_macs(config.correction, config.width, ffn_macs(config))
+    corrected = sum(macs(*run) + (run[1] - run[0]) * correction for run in runs)
     return ReadInfo(
         solver=solver,
         tokens=tokens,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from contextready.infer.ggml.graph import new_context, new_tensor, point
+from contextready.infer.ggml.tensors import new_context, new_tensor, point
 from contextready.infer.threads import available_cores, fastest_threads, matrices
 
 
