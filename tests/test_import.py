@@ -35,8 +35,8 @@ sys.meta_path.insert(0, Refuse())
 import contextready
 names = [m.name for m in pkgutil.walk_packages(contextready.__path__, "contextready.")]
 # Classes of Hugging Face can only be defined where it is: these modules are imported after it was asked for.
-at_home_there = ("backbone", "base", "cache", "configuration", "convert", "finetune", "folder", "modeling", "native")
-at_home_there += ("proof", "provider", "trainer")
+at_home_there = ("backbone", "base", "cache", "configuration", "convert", "families", "finetune")
+at_home_there += ("folder", "modeling", "native", "proof", "provider", "trainer")
 for name in names:
     if name not in [f"contextready.hf.{module}" for module in at_home_there]:
         importlib.import_module(name)
