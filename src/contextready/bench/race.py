@@ -19,10 +19,11 @@ from contextready.model.cache import KVCache
 from contextready.model.config import ModelConfig
 from contextready.model.context_ready import ContextReady
 from contextready.model.cost import Account
+from contextready.model.narrow import narrowed
 from contextready.model.state import State
 
-BITS = {"f32": 32.0, "f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}
-"""Bits per weight in a file, including the scales of quantised blocks."""
+BITS = {"f32": 32.0, "bf16": 16.0, "f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}
+"""Bits per weight of a matrix, including the scales of quantised blocks."""
 PROBE = 2**27
 """Number of floats that the bandwidth probe reads: 512 MB, far more than any cache holds."""
 WARM_UP = 3
@@ -129,6 +130,11 @@ def random_state(config: ModelConfig, position: int) -> State:
     return State(cache, torch.randn(1, min(position, 1) + 1, config.width), 1)
 
 
+def in_files(precisions: Sequence[str]) -> list[str]:
+    """Return those of the precisions that files of weights are written in."""
+    return [precision for precision in precisions if precision != "bf16"]
+
+
 def bandwidth_probe() -> Callable[[], float]:
     """Create a function that reads 512 MB with all threads of PyTorch and returns bytes per second."""
     numbers = torch.ones(PROBE)
@@ -162,7 +168,7 @@ def engine_contestants(
     *,
     hardware: Hardware,
 ) -> list[Contestant]:
-    """Open one model in each engine; only ggml uses precisions other than f32, or runs an exported file."""
+    """Open one model in each engine and precision; bf16 is for the engines of PyTorch, which always run f32 too."""
     capacity, threads, scratch = hardware.capacity, hardware.threads, hardware.scratch
 
     def in_ggml(path: Path, precision: str | None = None) -> Contestant:
@@ -176,8 +182,11 @@ def engine_contestants(
         if name != "ggml":
             engine = torch_engine(model, name, capacity=capacity)
             contestants.append(EngineContestant(label, account, engine, "f32", lambda: None))
+            if "bf16" in precisions:
+                engine = torch_engine(narrowed(model), name, capacity=capacity)
+                contestants.append(EngineContestant(label, account, engine, "bf16", lambda: None))
             continue
-        for precision in precisions:
+        for precision in in_files(precisions):
             path = scratch / f"{len(list(scratch.iterdir()))}.gguf"
             write_gguf(model, path, capacity, precision)
             contestants.append(in_ggml(path, precision))
@@ -189,7 +198,7 @@ def peer_contestants(account: Account, precisions: Sequence[str], hardware: Hard
     config = account.config
     shape = Shape(config.layers, config.width, config.heads, config.vocab_size)
     peers: list[Peer] = [HuggingFacePeer(shape)]
-    peers += [LlamaCppPeer(shape, precision, hardware.threads, hardware.capacity) for precision in precisions]
+    peers += [LlamaCppPeer(shape, precision, hardware.threads, hardware.capacity) for precision in in_files(precisions)]
     return [PeerContestant(f"Llama N={config.layers} C={config.width}", account, peer) for peer in peers]
 
 

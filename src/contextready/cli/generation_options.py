@@ -71,6 +71,18 @@ def add_reading_options(parser: argparse.ArgumentParser) -> None:
         "--tolerance", type=float, metavar="E", help="relative error at which sweep and jacobi stop (default: 0.05)"
     )
     parser.add_argument("--chunk", type=whole_number, metavar="N", help="prompt tokens solved at once (default: 4096)")
+    parser.add_argument(
+        "--bf16-passes",
+        metavar="WHEN",
+        help="make early passes over prompts in bf16 and exact ones in fp32, to the same tolerance: on, off, or auto, "
+        "if the hardware multiplies bf16 natively (default: auto)",
+    )
+    parser.add_argument(
+        "--precision",
+        metavar="NAME",
+        default="fp32",
+        help="fp32; bf16, which rounds all matrices; or auto, bf16 if the hardware multiplies it natively",
+    )
     parser.add_argument("--threads", type=whole_number, metavar="N", help="CPU threads (default: measured)")
     parser.add_argument("--device", metavar="NAME", default="auto", help="cpu, cuda, mps or auto")
 
@@ -84,11 +96,12 @@ def sampling_of(options: argparse.Namespace) -> "Sampling":
 
 def opening_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the keywords of `contextready.load` that were requested."""
-    chosen = {name: getattr(options, name) for name in ("solver", "tolerance", "chunk")}
+    chosen = {name: getattr(options, name) for name in ("solver", "tolerance", "chunk", "bf16_passes")}
     return {
         "engine": options.engine,
         "threads": options.threads,
         "device": options.device,
+        "precision": options.precision,
         **{name: value for name, value in chosen.items() if value is not None},
     }
 

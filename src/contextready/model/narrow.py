@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from contextready.device import check_precision, means_bf16
 from contextready.errors import ContextReadyError
 from contextready.model.context_ready import ContextReady
 from contextready.model.transformer import Transformer
@@ -69,6 +70,15 @@ def narrowed(model: ContextReady, head: bool = True) -> ContextReady:
     if head:
         narrow.backbone.unembedding = NarrowHead(narrow.backbone.unembedding)
     return narrow
+
+
+def in_precision(model: ContextReady, precision: str) -> ContextReady:
+    """Return a model for inference in fp32 (as it is), in bf16, or in what `auto` chooses for its device."""
+    device = next(model.backbone.parameters()).device
+    check_precision(precision, device)
+    if precision == "auto" and not isinstance(model.backbone, Transformer):
+        return model
+    return narrowed(model) if means_bf16(precision, device) else model
 
 
 def is_narrow(model: ContextReady) -> bool:

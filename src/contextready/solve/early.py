@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contextready.device import multiplies_bf16
+from contextready.device import means_bf16
 from contextready.errors import ContextReadyError
 from contextready.formats.limits import total_memory
 from contextready.model.context_ready import ContextReady, Pass
@@ -55,7 +55,7 @@ def early_model(model: ContextReady, reader: PromptReader) -> ContextReady | Non
         or not isinstance(model.backbone, Transformer)
         or weight.dtype != torch.float32
         or is_narrow(model)
-        or not multiplies_bf16(weight.device)
+        or not means_bf16("auto", weight.device)
         or not _fits(model, weight.device)
     ):
         return None

@@ -60,10 +60,18 @@ class Solved:
 
 
 @torch.no_grad()
-def prefill(model: ContextReady, tokens_BT: Tensor, state: State | None = None, **settings: Any) -> Prefill:
+def prefill(
+    model: ContextReady,
+    tokens_BT: Tensor,
+    state: State | None = None,
+    *,
+    early: ContextReady | None = None,
+    **settings: Any,
+) -> Prefill:
     """Read a prompt after `state`, or from the start, and return a new state.
 
-    The settings are those of `PromptReader`: solver, tolerance, segment, chunk and bf16_passes.
+    The settings are those of `PromptReader`: solver, tolerance, segment, chunk and bf16_passes. `early` is the
+    model for early passes if it has been created before (`early_model`), so that many prompts can share one.
     """
     reader = PromptReader(**settings)
     check_early(model, reader)
@@ -78,9 +86,10 @@ def prefill(model: ContextReady, tokens_BT: Tensor, state: State | None = None, 
     buffer = model.backbone.init_buffer(B, capacity)
     for row in range(B):
         buffer.load(row, state.cache.select(torch.tensor([row], device=tokens_BT.device)))
-    before_B1C, early = state.z_prev_B1C, cache(partial(early_model, model, reader))
+    make = cache(partial(early_model, model, reader)) if early is None else lambda: early
+    before_B1C = state.z_prev_B1C
     solved = read_into(
-        model, tokens_BT, buffer, state.position, before_B1C, reader=reader, early=early, keep=history + 1
+        model, tokens_BT, buffer, state.position, before_B1C, reader=reader, early=make, keep=history + 1
     )
     caches = [buffer.cache(row, state.position + T, history) for row in range(B)]
     return Prefill(solved.z_BTC[:, -1:], state.advanced(solved.carried_BTC, KVCache.stacked(caches)), solved.info)
