@@ -13,6 +13,7 @@ from contextready.cli.generation_options import (
     add_reading_options,
     add_sampling_options,
     check_limits,
+    note_emulation,
     opening_of,
     sampling_of,
 )
@@ -150,6 +151,7 @@ def run_generate(model: Path, request: Request, **opening: Any) -> None:
     from contextready.infer.language_model import load
 
     opened = load(model, **opening)
+    note_emulation(opened, opening.get("precision", "fp32"))
     texts = _prompts(request)
     rows = len(texts) * request.settings.samples
     check_count("The number of completions (prompts × samples)", rows, 1, MOST_ROWS)

@@ -1,12 +1,14 @@
 """Options that `crt generate` and `crt chat` share: how tokens are chosen, what computes them, and their limits."""
 
 import argparse
+import sys
 from typing import TYPE_CHECKING, Any
 
 from contextready.cli.options import whole_number
 from contextready.formats.limits import MOST_ROWS, check_count
 
 if TYPE_CHECKING:
+    from contextready.infer.language_model import LanguageModel
     from contextready.infer.sampling import Sampling
 
 LONGEST = 1 << 28
@@ -104,6 +106,19 @@ def opening_of(options: argparse.Namespace) -> dict[str, Any]:
         "precision": options.precision,
         **{name: value for name, value in chosen.items() if value is not None},
     }
+
+
+def note_emulation(opened: "LanguageModel", precision: str) -> None:
+    """Say so if bf16 was asked for on hardware that only emulates it."""
+    if precision != "bf16":
+        return
+    from contextready.device import multiplies_bf16
+
+    if not multiplies_bf16(next(opened.model.backbone.parameters()).device):
+        print(
+            "Note: this hardware emulates bf16, which is slower than fp32; with --precision auto it computes in fp32.",
+            file=sys.stderr,
+        )
 
 
 def check_limits(options: argparse.Namespace) -> None:
