@@ -71,7 +71,7 @@ def test_every_solver_is_also_measured_in_bf16_and_with_early_passes_in_bf16():
     records = measure_prefill(opened("correction=add"), [64], 60.0, lambda *what: told.append(what), bf16=True)
     found = {(one["precision"], one["asked"]): one for one in records}
     expected = {("f32", solver) for solver in SOLVERS} | {("bf16", solver) for solver in SOLVERS}
-    assert set(found) == expected | {("bf16, then f32", "sweep"), ("bf16, then f32", "jacobi")}
+    assert set(found) == expected | {("mixed", "sweep"), ("mixed", "jacobi")}
     for (precision, _), one in found.items():
         in_bf16 = {"f32": 0.0, "bf16": one["passes"]}.get(precision)
         assert one["bf16_passes"] == in_bf16 if in_bf16 is not None else 0.0 < one["bf16_passes"] < one["passes"]

@@ -55,8 +55,8 @@ def measure_prefill(
 ) -> list[dict[str, Any]]:
     """Time every solver on prompts of these lengths; returns nothing for a transformer or an exported file.
 
-    With `bf16`, every solver is also timed with early passes in bf16, and with all of them in bf16. The correction of a
-    model with random weights is made smaller first (`settle`). A reading that takes more than `limit` seconds is cut
+    With `bf16`, every solver is also timed with all passes in bf16, and with early ones only (mixed). The correction of
+    a model with random weights is made smaller first (`settle`). A reading that takes more than `limit` seconds is cut
     off, and its record says how far it came.
     """
     if isinstance(one.model, Path) or not one.model.is_recurrent or not lengths:
@@ -66,7 +66,7 @@ def measure_prefill(
     if bf16:
         # Created before the clock runs, as an engine creates it once for all prompts.
         narrow, passes = narrowed(one.model), tuple(solver for solver in SOLVERS if solver != "sequential")
-        ways += [(Way("bf16, then f32", one.model, narrow), passes), (Way("bf16", narrow), SOLVERS)]
+        ways += [(Way("mixed", one.model, narrow), passes), (Way("bf16", narrow), SOLVERS)]
     records = []
     for length in lengths:
         if one.text is not None and len(one.text) >= length:
@@ -119,7 +119,8 @@ def _read(
 
     try:
         with _watched(way, after):
-            info = prefill(way.model, tokens_1T, solver=solver, bf16_passes="off", early=way.early).info
+            early = "off" if way.early is None else "on"
+            info = prefill(way.model, tokens_1T, solver=solver, bf16_passes=early, early=way.early).info
     except CutOffError:
         # One by one, every token that was processed has been read; otherwise, all were processed several times.
         read = min(T, processed) if solver == "sequential" else T
