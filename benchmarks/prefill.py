@@ -128,7 +128,7 @@ def greedy_continuations(
         ids = [row.read((first + i) * tokens, tokens).astype(np.int64) for i in range(batch)]  # type: ignore[attr-defined]
         tokens_BT = torch.from_numpy(np.stack(ids))
         exact = prefill(model, tokens_BT, solver="sequential")
-        swept = prefill(model, tokens_BT, solver="sweep")
+        swept = prefill(model, tokens_BT, solver="sweep", bf16_passes="off")
         costs.append(swept.info.cost)
         sweeps.append(len(swept.info.changes))
         ours, theirs = (_greedy(model, one, new) for one in (swept, exact))
@@ -139,7 +139,7 @@ def greedy_continuations(
 def by_length(model: ContextReady, row: object, length: int, rounds: int) -> list[dict[str, float | str]]:
     """Time every solver with its default tolerance on a prompt of this length (median over rounds)."""
     tokens_1T = torch.from_numpy(row.read(0, length).astype(np.int64))[None]  # type: ignore[attr-defined]
-    calls = [lambda solver=solver: prefill(model, tokens_1T, solver=solver) for solver in SOLVERS]
+    calls = [lambda solver=solver: prefill(model, tokens_1T, solver=solver, bf16_passes="off") for solver in SOLVERS]
     seconds = interleaved_medians(calls, rounds, warmups=1)
     return [
         {"tokens": length, "solver": solver, "seconds": taken, "cost": call().info.cost or 0.0}

@@ -1,8 +1,9 @@
 """The device to compute on, and what its hardware supports."""
 
 import torch
+import torch.nn.functional as F
 
-from contextready.errors import ContextReadyError
+from contextready.errors import ContextReadyError, nearest
 from contextready.formats.limits import shown
 
 
@@ -23,6 +24,26 @@ def find_device(name: str) -> torch.device:
             f"device={shown(name)} is not available on this machine; choose cpu, cuda, mps or auto."
         )
     return device
+
+
+PRECISIONS = ("auto", "fp32", "bf16")
+
+
+def means_bf16(precision: str, device: torch.device) -> bool:
+    """Whether this precision is bf16; `auto` is, if the device multiplies it natively."""
+    return precision == "bf16" or (precision == "auto" and multiplies_bf16(device))
+
+
+def check_precision(precision: str, device: torch.device) -> None:
+    """Refuse a precision that is unknown, or that the device cannot compute in at all."""
+    if precision not in PRECISIONS:
+        raise ContextReadyError(f"Unknown precision '{shown(precision)}'; {nearest(precision, PRECISIONS)}")
+    if precision == "bf16":
+        one_11 = torch.ones(1, 1, dtype=torch.bfloat16, device=device)
+        try:
+            F.linear(one_11, one_11).item()
+        except (RuntimeError, TypeError, NotImplementedError):
+            raise ContextReadyError(f"device={device} cannot compute in bf16; choose precision=fp32.") from None
 
 
 def multiplies_bf16(device: torch.device) -> bool:

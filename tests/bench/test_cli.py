@@ -10,7 +10,15 @@ from contextready.cli.main import main
     [
         ("convert", ["and add otherwise (default: auto)", "(default: 5)", "LN_z(z_{t-1})"]),
         ("export", ["(default: f16)", "(default: 4096)", "(default: the data that the model was trained on)"]),
-        ("bench", ["(default: eager,ggml)", "(default: f32,q8_0)", "(default: 32)", "(default: 60)"]),
+        (
+            "bench",
+            [
+                "(default: eager,ggml)",
+                "(default: f32,q8_0, and bf16 if the processor multiplies it natively)",
+                "(default: 32)",
+                "(default: 60)",
+            ],
+        ),
     ],
 )
 def test_help_shows_examples_before_options_and_defaults_once(verb, shown, capsys, monkeypatch):

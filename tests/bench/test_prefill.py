@@ -8,12 +8,13 @@ import torch
 
 from contextready.bench import prefill as measuring
 from contextready.bench import race
-from contextready.bench.models import open_models
+from contextready.bench.models import open_models, weight_bytes
 from contextready.bench.prefill import RATE, measure_prefill, settle
 from contextready.cli import progress
 from contextready.cli.bench import print_prefill
 from contextready.cli.console import make_console
 from contextready.cli.main import main
+from contextready.model.narrow import narrowed
 from contextready.solve.prompt_reader import SOLVERS
 from contextready.solve.unroll import unroll
 
@@ -65,6 +66,29 @@ def test_every_solver_reads_within_its_limit_and_tells_how_far_it_is():
     assert measure_prefill(opened("correction=add"), []) == []
 
 
+def test_every_solver_is_also_measured_in_bf16_and_with_early_passes_in_bf16():
+    told = []
+    records = measure_prefill(opened("correction=add"), [64], 60.0, lambda *what: told.append(what), bf16=True)
+    found = {(one["precision"], one["asked"]): one for one in records}
+    expected = {("f32", solver) for solver in SOLVERS} | {("bf16", solver) for solver in SOLVERS}
+    assert set(found) == expected | {("mixed", "sweep"), ("mixed", "jacobi")}
+    for (precision, _), one in found.items():
+        in_bf16 = {"f32": 0.0, "bf16": one["passes"]}.get(precision)
+        assert one["bf16_passes"] == in_bf16 if in_bf16 is not None else 0.0 < one["bf16_passes"] < one["passes"]
+    # Progress counts early passes as well.
+    mixed = [what for what in told if "jacobi" in what[0] and "warm-up" not in what[0]]
+    passes = sum(one["passes"] for (_, solver), one in found.items() if solver == "jacobi")
+    assert sum(tokens for _, _, tokens in mixed) == 64 * passes
+
+
+def test_memory_of_weights_in_bf16():
+    for words in ([], ["tied_embeddings=true"]):
+        one = opened("correction=add", *words)
+        weights = narrowed(one.model).parameters()
+        assert weight_bytes(one.account, "bf16") == pytest.approx(sum(weight.nbytes for weight in weights), rel=1e-2)
+        assert weight_bytes(one.account, "f32") == sum(weight.nbytes for weight in one.model.parameters())
+
+
 def test_a_reading_that_takes_too_long_is_cut_off(monkeypatch):
     now = iter(range(10**6))
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: float(next(now)))
@@ -85,7 +109,7 @@ def test_a_reading_that_takes_too_long_is_cut_off(monkeypatch):
 
 
 def test_the_table_says_what_was_cut_off_and_scaled(capsys):
-    common = {"label": "d1", "tokens": 64, "seconds": 1.0, "note": "", "correction_factor": 0.25}
+    common = {"label": "d1", "tokens": 64, "seconds": 1.0, "note": "", "correction_factor": 0.25, "precision": "f32"}
     print_prefill(
         make_console(tables=True, file_width=150),
         [
@@ -104,7 +128,21 @@ def test_the_table_says_what_was_cut_off_and_scaled(capsys):
 def test_the_command_shows_progress_and_writes_json(capsys, monkeypatch):
     monkeypatch.setattr(race, "PROBE", 1000)
     monkeypatch.setattr(progress, "EVERY", 0.0)
-    words = ["--engines", "eager", "--contexts", "4", "--tokens", "1", "--rounds", "1", "--prefill", "40", "--json"]
+    words = [
+        "--engines",
+        "eager",
+        "--precisions",
+        "f32",
+        "--contexts",
+        "4",
+        "--tokens",
+        "1",
+        "--rounds",
+        "1",
+        "--prefill",
+        "40",
+        "--json",
+    ]
     assert main(["bench", *SHAPE, "correction=add", *words, "--threads", "1"]) == 0
     said = capsys.readouterr()
     assert "sequential, 40 tokens: 40 tokens of 40 tokens (100 %)" in " ".join(said.err.split())

@@ -232,16 +232,21 @@ def test_bad_input_of_export_and_bench(trained, crt, tmp_path, words, sentence):
 @needs_ggml
 def test_bench_measures_every_engine_and_solver(trained, crt, tmp_path):
     words = ("bench", trained, "--engines", "eager,ggml", "--contexts", "8,40", "--prefill", "80", "--rounds", 2)
-    words += ("--tokens", 3, "--threads", 1)
+    words += ("--tokens", 3, "--threads", 1, "--precisions", "f32,bf16,q8_0")
     code, out, _ = crt(*words, "--json", "--plot", tmp_path / "bench.png")
     assert code == 0
     found = json.loads(out)
     kinds = {(one["engine"], one["precision"], one["context"]) for one in found["decode"]}
-    assert kinds == {(e, p, c) for e, p in (("eager", "f32"), ("ggml", "f32"), ("ggml", "q8_0")) for c in (8, 40)}
+    pairs = (("eager", "f32"), ("eager", "bf16"), ("ggml", "f32"), ("ggml", "q8_0"))
+    assert kinds == {(e, p, c) for e, p in pairs for c in (8, 40)}
     assert all(one["low"] <= one["seconds"] <= one["high"] for one in found["decode"])
-    eager = {one["context"]: one for one in found["decode"] if one["engine"] == "eager"}
+    eager, narrow = (
+        {one["context"]: one for one in found["decode"] if (one["engine"], one["precision"]) == ("eager", precision)}
+        for precision in ("f32", "bf16")
+    )
     # D=1, C=16: 20 C² and a head of 300 × 16, four bytes each; keys and values and two carried vectors beside them.
     assert eager[8]["bytes_per_token"] == 4 * (20 * 16**2 + 300 * 16) + 4 * (2 * 16 * 8 + 2 * 16)
+    assert narrow[8]["bytes_per_token"] == 2 * (20 * 16**2 + 300 * 16) + 4 * (2 * 16 * 8 + 2 * 16)
     assert eager[8]["growth"] == 1.0
     assert eager[40]["growth"] == pytest.approx(eager[40]["seconds"] / eager[8]["seconds"])
     assert {one["asked"] for one in found["prefill"]} == {"sweep", "jacobi", "sequential"}

@@ -221,9 +221,9 @@ def test_a_cosine_cannot_be_made_longer(data, tmp_path):
 
 
 def test_a_resumed_run_keeps_its_precision(data, tmp_path, monkeypatch):
-    monkeypatch.setattr("contextready.train.trainer.multiplies_bf16", lambda _: True)
+    monkeypatch.setattr("contextready.device.multiplies_bf16", lambda _: True)
     run(data, tmp_path / "run", precision="auto", steps=2)
-    monkeypatch.setattr("contextready.train.trainer.multiplies_bf16", lambda _: False)
+    monkeypatch.setattr("contextready.device.multiplies_bf16", lambda _: False)
     assert open_checkpoint(tmp_path / "run").progress.precision == "bf16"
     assert trainer(data, tmp_path / "run", precision="auto", steps=4).bf16
 

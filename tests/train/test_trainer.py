@@ -22,12 +22,13 @@ from train_helpers import (
 
 from contextready.cli.display import ConsoleDisplay
 from contextready.cli.main import main
+from contextready.device import multiplies_bf16
 from contextready.errors import ContextReadyError
 from contextready.formats import limits
 from contextready.runs.checkpoint import open_checkpoint, step_folder
 from contextready.runs.metrics import read_metrics
 from contextready.train.schedule import passes_of_step
-from contextready.train.trainer import find_device, make_optimizer, multiplies_bf16, train
+from contextready.train.trainer import find_device, make_optimizer, train
 
 VARIANTS = {
     "context-ready": {"dropout": 0.2, "passes": "2..5"},

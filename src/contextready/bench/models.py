@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from contextready.bench.race import BITS
 from contextready.errors import ContextReadyError
 from contextready.formats.limits import check_memory
 from contextready.infer.engine import EXPORTED
@@ -91,6 +92,15 @@ def _check_memory(costs: Sequence[Account], tokens: int) -> None:
     what = "This model" if len(costs) == 1 else "These models together"
     check_memory(weights, what, "name fewer or smaller models.")
     check_memory(weights + caches, f"{what} with the cache", "lower --contexts, --tokens or the window.")
+
+
+def weight_bytes(cost: Account, precision: str) -> float:
+    """How much memory a model's weights take; beside matrices in bf16, there are embeddings in fp32."""
+    embedding = cost.embedding_parameters
+    if precision != "bf16":
+        return cost.parameters * BITS[precision] / 8
+    matrices = cost.parameters if cost.config.tied_embeddings else cost.parameters - embedding
+    return matrices * BITS[precision] / 8 + embedding * FLOAT
 
 
 def memory_record(one: BenchModel, context: int) -> dict[str, Any]:

@@ -42,10 +42,11 @@ def _draw_decode(axes: Any, timings: Sequence[Timing]) -> None:
 
 
 def _draw_prefill(axes: Any, read: Sequence[dict[str, Any]]) -> None:
-    for label, solver in dict.fromkeys((one["label"], one["asked"]) for one in read):
-        mine = [one for one in read if (one["label"], one["asked"]) == (label, solver)]
+    names = [(one["label"], one["asked"], one["precision"]) for one in read]
+    for name in dict.fromkeys(names):
+        mine = [one for one, its_name in zip(read, names, strict=True) if its_name == name]
         milliseconds = [1e3 * one["seconds"] for one in mine]
-        axes.plot([one["tokens"] for one in mine], milliseconds, marker="o", label=f"{label} {solver}")
+        axes.plot([one["tokens"] for one in mine], milliseconds, marker="o", label=" ".join(name))
     axes.set(xlabel="tokens in the prompt", ylabel="ms")
     _ticks(axes, sorted({one["tokens"] for one in read}))
 

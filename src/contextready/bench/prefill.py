@@ -6,12 +6,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from contextready.bench.models import BenchModel
 from contextready.model.context_ready import ContextReady
+from contextready.model.narrow import narrowed
 from contextready.model.transformer import Transformer
 from contextready.solve.prefill import prefill
 from contextready.solve.prompt_reader import SOLVERS
@@ -32,33 +33,53 @@ Tell = Callable[[str, int | None, int], None]
 """Told what is being read, how many tokens there are to process if that is known, and how many more were processed."""
 
 
+class Way(NamedTuple):
+    """A way to compute with a model."""
+
+    precision: str
+    model: ContextReady
+    early: ContextReady | None = None
+    """The model for early passes."""
+
+
 class CutOffError(Exception):
     """Reading took longer than the limit."""
 
 
 def measure_prefill(
-    one: BenchModel, lengths: Sequence[int], limit: float = LIMIT, tell: Tell = lambda *_: None
+    one: BenchModel,
+    lengths: Sequence[int],
+    limit: float = LIMIT,
+    tell: Tell = lambda *_: None,
+    bf16: bool = False,
 ) -> list[dict[str, Any]]:
     """Time every solver on prompts of these lengths; returns nothing for a transformer or an exported file.
 
-    The correction of a model with random weights is made smaller first (`settle`). A reading that takes more than
-    `limit` seconds is cut off, and its record says how far it came.
+    With `bf16`, every solver is also timed with all passes in bf16, and with early ones only (mixed). The correction of
+    a model with random weights is made smaller first (`settle`). A reading that takes more than `limit` seconds is cut
+    off, and its record says how far it came.
     """
     if isinstance(one.model, Path) or not one.model.is_recurrent or not lengths:
         return []
     factor = settle(one.model) if one.is_random else 1.0
+    ways: list[tuple[Way, tuple[str, ...]]] = [(Way("f32", one.model), SOLVERS)]
+    if bf16:
+        # Created before the clock runs, as an engine creates it once for all prompts.
+        narrow, passes = narrowed(one.model), tuple(solver for solver in SOLVERS if solver != "sequential")
+        ways += [(Way("mixed", one.model, narrow), passes), (Way("bf16", narrow), SOLVERS)]
     records = []
     for length in lengths:
         if one.text is not None and len(one.text) >= length:
             tokens_1T = one.text[None, :length]
         else:
             tokens_1T = torch.randint(one.account.config.vocab_size, (1, length))
-        for solver in SOLVERS:
+        for way, solver in ((way, solver) for way, solvers in ways for solver in solvers):
             what = f"{one.label}, {solver}, {length:,} tokens"
-            record = _read(one, tokens_1T, solver, limit, partial(tell, f"{what}, warm-up"))
+            record = _read(way, tokens_1T, solver, limit, partial(tell, f"{what}, warm-up"))
             if not record["cut_off"] and record["seconds"] < LONG:
-                record = _read(one, tokens_1T, solver, limit, partial(tell, what))
-            records.append({"label": one.label, "asked": solver, "correction_factor": factor} | record)
+                record = _read(way, tokens_1T, solver, limit, partial(tell, what))
+            known = {"label": one.label, "asked": solver, "precision": way.precision, "correction_factor": factor}
+            records.append(known | record)
     return records
 
 
@@ -83,10 +104,9 @@ def settle(model: ContextReady) -> float:
 
 
 def _read(
-    one: BenchModel, tokens_1T: torch.Tensor, solver: str, limit: float, tell: Callable[[int | None, int], None]
+    way: Way, tokens_1T: torch.Tensor, solver: str, limit: float, tell: Callable[[int | None, int], None]
 ) -> dict[str, Any]:
     """Read a prompt once, within the limit; returns how."""
-    assert isinstance(one.model, ContextReady)
     T, start, processed = tokens_1T.shape[1], time.perf_counter(), 0
     total = T if solver == "sequential" else None
 
@@ -98,8 +118,9 @@ def _read(
             raise CutOffError
 
     try:
-        with _watched(one.model, after):
-            info = prefill(one.model, tokens_1T, solver=solver).info
+        with _watched(way, after):
+            early = "off" if way.early is None else "on"
+            info = prefill(way.model, tokens_1T, solver=solver, bf16_passes=early, early=way.early).info
     except CutOffError:
         # One by one, every token that was processed has been read; otherwise, all were processed several times.
         read = min(T, processed) if solver == "sequential" else T
@@ -108,6 +129,7 @@ def _read(
             "tokens": read,
             "seconds": time.perf_counter() - start,
             "passes": processed / T,
+            "bf16_passes": None,
             "cost": None,
             "certificate": None,
             "exact": False,
@@ -118,11 +140,16 @@ def _read(
 
 
 @contextmanager
-def _watched(model: ContextReady, after: Callable[[int], None]) -> Iterator[None]:
+def _watched(way: Way, after: Callable[[int], None]) -> Iterator[None]:
     """Call `after` with the number of tokens whenever tokens have passed through the blocks."""
-    assert isinstance(model.backbone, Transformer)
-    handle = model.backbone.last_block.register_forward_hook(lambda _module, _args, z_BTC: after(z_BTC.shape[1]))
+    handles = []
+    for model in (way.model, way.early):
+        if model is not None:
+            assert isinstance(model.backbone, Transformer)
+            block = model.backbone.last_block
+            handles.append(block.register_forward_hook(lambda _module, _args, z_BTC: after(z_BTC.shape[1])))
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()

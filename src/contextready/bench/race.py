@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from contextready.bench.llama import Shape, Weights, is_llama, weights_of
+from contextready.bench.llama import PRECISIONS, Shape, Weights, is_llama, weights_of
 from contextready.bench.peers import HuggingFacePeer, LlamaCppPeer, Peer
 from contextready.infer.engine import Engine
 from contextready.infer.ggml.engine import GgmlEngine
@@ -20,11 +20,12 @@ from contextready.model.cache import KVCache
 from contextready.model.config import ModelConfig
 from contextready.model.context_ready import ContextReady
 from contextready.model.cost import Account
+from contextready.model.narrow import narrowed
 from contextready.model.state import State
 from contextready.model.transformer import Transformer
 
-BITS = {"f32": 32.0, "f16": 16.0, "q8_0": 8.5, "q4_0": 4.5, "q4_k": 4.5}
-"""Bits per weight in a file, including the scales of quantised blocks."""
+BITS = {"f32": 32.0, "bf16": 16.0, "f16": 16.0, "q8_0": 8.5, "q4_0": 4.5, "q4_k": 4.5}
+"""Bits per weight of a matrix, including the scales of quantised blocks."""
 PROBE = 2**27
 """Number of floats that the bandwidth probe reads: 512 MB, far more than any cache holds."""
 WARM_UP = 3
@@ -131,6 +132,11 @@ def random_state(config: ModelConfig, position: int) -> State:
     return State(cache, torch.randn(1, min(position, 1) + 1, config.width), 1)
 
 
+def in_files(precisions: Sequence[str]) -> list[str]:
+    """Return those of the precisions that files of weights are written in."""
+    return [precision for precision in precisions if precision != "bf16"]
+
+
 def bandwidth_probe() -> Callable[[], float]:
     """Create a function that reads 512 MB with all threads of PyTorch and returns bytes per second."""
     numbers = torch.ones(PROBE)
@@ -164,7 +170,7 @@ def engine_contestants(
     *,
     hardware: Hardware,
 ) -> list[Contestant]:
-    """Open one model in each engine; only ggml uses precisions other than f32, or runs an exported file."""
+    """Open one model in each engine and precision; bf16 is for the engines of PyTorch, which always run f32 too."""
     capacity, threads, scratch = hardware.capacity, hardware.threads, hardware.scratch
 
     def in_ggml(path: Path, precision: str | None = None) -> Contestant:
@@ -178,8 +184,11 @@ def engine_contestants(
         if name != "ggml":
             engine = torch_engine(model, name, capacity=capacity)
             contestants.append(EngineContestant(label, account, engine, "f32", lambda: None))
+            if "bf16" in precisions:
+                engine = torch_engine(narrowed(model), name, capacity=capacity)
+                contestants.append(EngineContestant(label, account, engine, "bf16", lambda: None))
             continue
-        for precision in precisions:
+        for precision in in_files(precisions):
             path = scratch / f"{len(list(scratch.iterdir()))}.gguf"
             write_gguf(model, path, capacity, precision)
             contestants.append(in_ggml(path, precision))
@@ -189,7 +198,7 @@ def engine_contestants(
 def peer_contestants(
     account: Account, model: ContextReady | Path, precisions: Sequence[str], hardware: Hardware
 ) -> list[Contestant]:
-    """Open Llama models in Hugging Face (fp32) and in llama.cpp (every precision).
+    """Open Llama models in Hugging Face (fp32) and in llama.cpp (every precision that it has here).
 
     They have the weights of the model itself, without its correction, if it is a Llama model, and otherwise random ones
     and a shape like its own.
@@ -202,7 +211,8 @@ def peer_contestants(
         return weights_of(backbone) if isinstance(backbone, Transformer) and same else None
 
     peers: list[Peer] = [HuggingFacePeer(shape, weights())]
-    peers += [LlamaCppPeer(shape, one, hardware.threads, hardware.capacity, weights()) for one in precisions]
+    chosen = [one for one in precisions if one in PRECISIONS]
+    peers += [LlamaCppPeer(shape, one, hardware.threads, hardware.capacity, weights()) for one in chosen]
     label = "same weights, plain" if same else f"Llama N={config.layers} C={config.width}"
     return [PeerContestant(label, account, peer) for peer in peers]
 

@@ -57,7 +57,10 @@ def add(verbs: Verbs) -> None:
     )
     bench.add_argument("--engines", default="eager,ggml", help="comma-separated list of eager, compiled, ggml")
     bench.add_argument(
-        "--precisions", default="f32,q8_0", help="comma-separated list of f32, f16, q8_0, q4_0, q4_k; only for ggml"
+        "--precisions",
+        metavar="LIST",
+        help="comma-separated list of f32, f16, q8_0, q4_0, q4_k for ggml, and bf16 for eager and compiled, which are always "
+        "measured in f32 too (default: f32,q8_0, and bf16 if the processor multiplies it natively)",
     )
     bench.add_argument("--contexts", default="256", help="context lengths in tokens, separated by commas")
     bench.add_argument("--tokens", type=whole_number, default=32, help="number of tokens timed per round")
@@ -96,7 +99,7 @@ def _run(options: argparse.Namespace) -> None:
     bench = Bench(
         what=options.what,
         engines=options.engines.split(","),
-        precisions=options.precisions.split(","),
+        precisions=_default_precisions() if options.precisions is None else options.precisions.split(","),
         contexts=parse_numbers("--contexts", options.contexts, "256,1024", LONGEST, may_be_empty=True),
         tokens=options.tokens,
         rounds=options.rounds,
@@ -106,6 +109,14 @@ def _run(options: argparse.Namespace) -> None:
         prefill_limit=options.prefill_limit,
     )
     run_bench(bench, options.json, options.plot)
+
+
+def _default_precisions() -> list[str]:
+    import torch
+
+    from contextready.device import multiplies_bf16
+
+    return ["f32", *["bf16"] * multiplies_bf16(torch.device("cpu")), "q8_0"]
 
 
 class Bench(NamedTuple):
@@ -153,7 +164,9 @@ def run_bench(bench: Bench, as_json: bool = False, plot: Path | None = None) -> 
         read = [
             record
             for one in models
-            for record in measure_prefill(one, bench.prefill, bench.prefill_limit, progress.advance)
+            for record in measure_prefill(
+                one, bench.prefill, bench.prefill_limit, progress.advance, "bf16" in bench.precisions
+            )
         ]
     if as_json:
         memory = [memory_record(one, context) for one in models for context in bench.contexts]
@@ -235,7 +248,7 @@ def print_memory(
     from rich import box
     from rich.table import Table
 
-    from contextready.bench.race import BITS
+    from contextready.bench.models import weight_bytes
 
     table = Table(title="Memory (MB)", title_justify="left", box=box.SIMPLE)
     table.add_column("model")
@@ -244,7 +257,7 @@ def print_memory(
     for context in contexts:
         table.add_column(f"state at {context:,}", justify="right")
     for one in models:
-        weights = [f"{one.account.parameters * BITS[precision] / 8e6:.1f}" for precision in precisions]
+        weights = [f"{weight_bytes(one.account, precision) / 1e6:.1f}" for precision in precisions]
         states = [f"{one.account.state_bytes(context) / 1e6:.2f}" for context in contexts]
         table.add_row(one.label, *weights, *states)
     console.print(table)
@@ -258,7 +271,7 @@ def print_prefill(console: "Console", read: Sequence[dict[str, Any]]) -> None:
     if not read:
         return
     table = Table(title="Reading a prompt", title_justify="left", box=box.SIMPLE)
-    for name in ("model", "solver"):
+    for name in ("model", "solver", "precision"):
         table.add_column(name)
     for name in ("tokens", "ms", "tokens/s", "plain passes", "estimated error", "note"):
         table.add_column(name, justify="right")
@@ -266,6 +279,7 @@ def print_prefill(console: "Console", read: Sequence[dict[str, Any]]) -> None:
         table.add_row(
             one["label"],
             one["asked"],
+            one["precision"],
             f"{one['tokens']:,}",
             f"{1e3 * one['seconds']:.1f}",
             f"{one['tokens'] / one['seconds']:.0f}",

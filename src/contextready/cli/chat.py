@@ -16,6 +16,7 @@ from contextready.cli.generation_options import (
     add_reading_options,
     add_sampling_options,
     check_limits,
+    note_emulation,
     opening_of,
     sampling_of,
 )
@@ -88,6 +89,7 @@ def _run(options: argparse.Namespace) -> None:
     check_limits(options)
     sampling = sampling_of(options)
     opened = load(options.model, **opening_of(options))
+    note_emulation(opened, options.precision)
     context = options.context or min(opened.trained_length, CONTEXT)
     check_memory(
         bytes_needed(opened, 1, context, 1, GenerationSettings()),

@@ -13,6 +13,7 @@ from contextready.cli.generation_options import (
     add_reading_options,
     add_sampling_options,
     check_limits,
+    note_emulation,
     opening_of,
     sampling_of,
 )
@@ -150,6 +151,7 @@ def run_generate(model: Path, request: Request, **opening: Any) -> None:
     from contextready.infer.language_model import load
 
     opened = load(model, **opening)
+    note_emulation(opened, opening.get("precision", "fp32"))
     texts = _prompts(request)
     rows = len(texts) * request.settings.samples
     check_count("The number of completions (prompts × samples)", rows, 1, MOST_ROWS)
@@ -308,10 +310,11 @@ def _print_stats(done: "list[Completion]", seconds: float) -> None:
         read = completion.read
         exact = "exact" if read.exact else f"error about {read.certificate:.0e}"
         cost = "" if read.cost is None else f", {read.cost:.2f} plain passes of arithmetic"
+        in_bf16 = f", {read.bf16_passes:.2f} of {read.passes:.2f} passes in bf16" if read.bf16_passes else ""
         note = f" ({read.note})" if read.note else ""
         print(
             f"prompt {completion.prompt + 1}: {read.tokens} tokens read by {read.solver} in {1e3 * read.seconds:.0f} ms"
-            f"{cost}, {exact}{note}; {len(completion.tokens)} tokens generated ({completion.finish})",
+            f"{cost}{in_bf16}, {exact}{note}; {len(completion.tokens)} tokens generated ({completion.finish})",
             file=sys.stderr,
         )
     total = sum(len(completion.tokens) for completion in done)

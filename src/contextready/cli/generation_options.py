@@ -1,12 +1,14 @@
 """Options that `crt generate` and `crt chat` share: how tokens are chosen, what computes them, and their limits."""
 
 import argparse
+import sys
 from typing import TYPE_CHECKING, Any
 
 from contextready.cli.options import whole_number
 from contextready.formats.limits import MOST_ROWS, check_count
 
 if TYPE_CHECKING:
+    from contextready.infer.language_model import LanguageModel
     from contextready.infer.sampling import Sampling
 
 LONGEST = 1 << 28
@@ -71,6 +73,18 @@ def add_reading_options(parser: argparse.ArgumentParser) -> None:
         "--tolerance", type=float, metavar="E", help="relative error at which sweep and jacobi stop (default: 0.05)"
     )
     parser.add_argument("--chunk", type=whole_number, metavar="N", help="prompt tokens solved at once (default: 4096)")
+    parser.add_argument(
+        "--bf16-passes",
+        metavar="WHEN",
+        help="make early passes over prompts in bf16 and exact ones in fp32, to the same tolerance: on, off, or auto, "
+        "if the hardware multiplies bf16 natively (default: auto)",
+    )
+    parser.add_argument(
+        "--precision",
+        metavar="NAME",
+        default="fp32",
+        help="fp32; bf16, which rounds all matrices; or auto, bf16 if the hardware multiplies it natively",
+    )
     parser.add_argument("--threads", type=whole_number, metavar="N", help="CPU threads (default: measured)")
     parser.add_argument("--device", metavar="NAME", default="auto", help="cpu, cuda, mps or auto")
 
@@ -84,13 +98,27 @@ def sampling_of(options: argparse.Namespace) -> "Sampling":
 
 def opening_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the keywords of `contextready.load` that were requested."""
-    chosen = {name: getattr(options, name) for name in ("solver", "tolerance", "chunk")}
+    chosen = {name: getattr(options, name) for name in ("solver", "tolerance", "chunk", "bf16_passes")}
     return {
         "engine": options.engine,
         "threads": options.threads,
         "device": options.device,
+        "precision": options.precision,
         **{name: value for name, value in chosen.items() if value is not None},
     }
+
+
+def note_emulation(opened: "LanguageModel", precision: str) -> None:
+    """Say so if bf16 was asked for on hardware that only emulates it."""
+    if precision != "bf16":
+        return
+    from contextready.device import multiplies_bf16
+
+    if not multiplies_bf16(next(opened.model.backbone.parameters()).device):
+        print(
+            "Note: this hardware emulates bf16, which is slower than fp32; with --precision auto it computes in fp32.",
+            file=sys.stderr,
+        )
 
 
 def check_limits(options: argparse.Namespace) -> None:

@@ -192,14 +192,17 @@ def load(
     engine: str | None = None,
     device: str = "auto",
     threads: int | None = None,
+    precision: str = "fp32",
     **reading: Any,
 ) -> LanguageModel:
     """Load a run, a checkpoint, a Hugging Face folder or an exported .gguf file.
 
     `engine` is `eager` (the default) or `compiled`; an exported file always runs on `ggml` and does not import torch.
     `threads` is the number of CPU threads, for PyTorch of the whole process; by default a measurement of milliseconds
-    chooses it. `reading` says how prompts are read (solver, tolerance, chunk) and, except for exported files, how far
-    states can be rolled back (history). Exported files read one token at a time unless another solver is chosen.
+    chooses it. `precision` is fp32 (the weights as they are), bf16 (matrices in bf16), or auto: bf16 if the hardware
+    multiplies it natively. `reading` says how prompts are read (solver, tolerance, chunk, bf16_passes) and, except for
+    exported files, how far states can be rolled back (history). Exported files read one token at a time unless another
+    solver is chosen.
     """
     path = Path(path)
     if engine is not None and engine not in ENGINES:
@@ -208,6 +211,10 @@ def load(
     if path.suffix == EXPORTED:
         if engine not in (None, "ggml"):
             raise ContextReadyError(f"{path} is an exported file, which only the engine ggml runs; choose no engine.")
+        if precision != "fp32":
+            raise ContextReadyError(
+                "An exported file has a precision of its own, which crt export --type chooses; leave precision out."
+            )
         if "history" in reading:
             raise ContextReadyError(
                 "An exported file keeps a history of 1, so history cannot be chosen; leave it out, or use the run or "
@@ -216,7 +223,7 @@ def load(
         return _load_exported(path, threads, reading)
     if engine == "ggml":
         raise ContextReadyError(f"The engine ggml runs exported files; create one with: crt export {path} model.gguf")
-    return _load_checkpoint(path, engine or "eager", threads, device, reading)
+    return _load_checkpoint(path, engine or "eager", threads, device, precision, reading)
 
 
 def _load_exported(path: Path, threads: int | None, reading: dict[str, Any]) -> LanguageModel:
@@ -233,19 +240,21 @@ def _load_exported(path: Path, threads: int | None, reading: dict[str, Any]) -> 
 
 
 def _load_checkpoint(
-    path: Path, engine: str, threads: int | None, device: str, reading: dict[str, Any]
+    path: Path, engine: str, threads: int | None, device: str, precision: str, reading: dict[str, Any]
 ) -> LanguageModel:
     import torch
 
-    from contextready.device import find_device
+    from contextready.device import check_precision, find_device
     from contextready.infer.threads import torch_threads
     from contextready.infer.torch_engine import torch_engine
+    from contextready.model.narrow import in_precision
     from contextready.runs.checkpoint import open_trained
 
     checkpoint = open_trained(path)
     checkpoint.must_have_learned_text()
     where = find_device(device)
-    model, tokenizer = checkpoint.model().to(where), checkpoint.tokenizer()
+    check_precision(precision, where)
+    model, tokenizer = in_precision(checkpoint.model().to(where), precision), checkpoint.tokenizer()
     if threads is not None or where.type == "cpu":
         torch.set_num_threads(threads or torch_threads(model.backbone.width))
 

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from contextready.infer.engine import Logits, check_capacity, check_ids, check_row, check_step
 from contextready.model.context_ready import ContextReady
 from contextready.model.state import State
+from contextready.solve.early import check_early, early_model
 from contextready.solve.prompt_reader import PromptReader
 from contextready.solve.reading import ReadInfo
 
@@ -20,6 +22,9 @@ class TorchEngine(ABC):
 
     def __init__(self, model: ContextReady, rows: int, capacity: int, history: int, reader: PromptReader) -> None:
         self.model, self.rows, self.history, self.reader = model, rows, history, reader
+        check_early(model, reader)
+        self._early = cache(partial(early_model, model, reader))
+        """The model for early passes over prompts, created for the first prompt that needs it."""
         weight = next(model.backbone.parameters())
         self.device = weight.device
         self.capacity: int | None = capacity

@@ -121,7 +121,16 @@ class BufferEngine(TorchEngine):
             place = self.backbone.init_buffer(1, capacity)
             place.copy_row(0, self.buffer, row, self.buffer.held(row, start, self.buffer.capacity))
         before_11C = self.carried_BRC[row : row + 1, -1:].clone()
-        solved = read_into(self.model, tokens_1T, place, start, before_11C, reader=self.reader, keep=self.history + 1)
+        solved = read_into(
+            self.model,
+            tokens_1T,
+            place,
+            start,
+            before_11C,
+            reader=self.reader,
+            early=self._early,
+            keep=self.history + 1,
+        )
         if window is not None:
             self.buffer.copy_row(row, place, 0, place.held(0, end, self.buffer.capacity))
         known_RC = self.carried_BRC[row, -self.known[row] :]

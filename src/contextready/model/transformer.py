@@ -187,12 +187,12 @@ class Transformer(nn.Module):
         """Create an empty cache; `history` is how many tokens a windowed cache can be rolled back."""
         c = self.config
         return KVCache.empty(
-            batch_size, c.layers, c.shared_heads, c.head_size, c.window, history=history, like=self.unembedding.weight
+            batch_size, c.layers, c.shared_heads, c.head_size, c.window, history=history, like=self.embedding.weight
         )
 
     def init_buffer(self, batch_size: int, capacity: int) -> KVBuffer:
         """Create an empty buffer, whose fixed slots let tokens at any positions attend in one call."""
-        c, like = self.config, self.unembedding.weight
+        c, like = self.config, self.embedding.weight
         return KVBuffer.empty(batch_size, capacity, c.layers, c.shared_heads, c.head_size, window=c.window, like=like)
 
 

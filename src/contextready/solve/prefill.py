@@ -9,8 +9,9 @@ temporary one (`prefill`). Other backbones use their own caches.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from math import ceil, log2
 from typing import Any
 
@@ -22,8 +23,10 @@ from contextready.model.cache import KVCache
 from contextready.model.checks import check_tokens
 from contextready.model.context_ready import ContextReady
 from contextready.model.macs import attention_macs_of, block_macs, ffn_macs
+from contextready.model.narrow import is_narrow
 from contextready.model.state import State
 from contextready.model.transformer import Transformer
+from contextready.solve.early import check_early, early_model, solve_by_passes
 from contextready.solve.hardware import free_tokens
 from contextready.solve.prompt_reader import FEWEST_SEGMENTS, SHORTEST_SEGMENT, PromptReader
 from contextready.solve.reading import ReadInfo, all_exact, joined
@@ -57,12 +60,21 @@ class Solved:
 
 
 @torch.no_grad()
-def prefill(model: ContextReady, tokens_BT: Tensor, state: State | None = None, **settings: Any) -> Prefill:
+def prefill(
+    model: ContextReady,
+    tokens_BT: Tensor,
+    state: State | None = None,
+    *,
+    early: ContextReady | None = None,
+    **settings: Any,
+) -> Prefill:
     """Read a prompt after `state`, or from the start, and return a new state.
 
-    The settings are those of `PromptReader`: solver, tolerance, segment and chunk.
+    The settings are those of `PromptReader`: solver, tolerance, segment, chunk and bf16_passes. `early` is the
+    model for early passes if it has been created before (`early_model`), so that many prompts can share one.
     """
     reader = PromptReader(**settings)
+    check_early(model, reader)
     check_tokens(tokens_BT)
     state = model.init_state(tokens_BT.shape[0]) if state is None else state
     model.check_state(state, model.embed(tokens_BT[:, :1]))
@@ -74,7 +86,11 @@ def prefill(model: ContextReady, tokens_BT: Tensor, state: State | None = None, 
     buffer = model.backbone.init_buffer(B, capacity)
     for row in range(B):
         buffer.load(row, state.cache.select(torch.tensor([row], device=tokens_BT.device)))
-    solved = read_into(model, tokens_BT, buffer, state.position, state.z_prev_B1C, reader=reader, keep=history + 1)
+    make = cache(partial(early_model, model, reader)) if early is None else lambda: early
+    before_B1C = state.z_prev_B1C
+    solved = read_into(
+        model, tokens_BT, buffer, state.position, before_B1C, reader=reader, early=make, keep=history + 1
+    )
     caches = [buffer.cache(row, state.position + T, history) for row in range(B)]
     return Prefill(solved.z_BTC[:, -1:], state.advanced(solved.carried_BTC, KVCache.stacked(caches)), solved.info)
 
@@ -94,18 +110,20 @@ def read_into(
     before_B1C: Tensor,
     *,
     reader: PromptReader,
+    early: Callable[[], ContextReady | None],
     keep: int = 1,
 ) -> Solved:
     """Read the next tokens, chunk by chunk, into a buffer that already holds the positions before `position`.
 
     `before_B1C` is the vector carried over from the position before them. Keys and values are written to the buffer.
+    `early` returns the model for early passes (`early_model`), and is called only if there are several passes.
     Returns the last position's z and the carried vectors of the newest `keep` positions.
     """
     start, infos = time.perf_counter(), []
     kept: list[Tensor] = []
     for tokens_BS in torch.split(tokens_BT, reader.chunk, dim=1):
         chunk = Chunk(model, model.embed(tokens_BS), buffer, position, before_B1C)
-        solved = _solve(chunk, reader)
+        solved = _solve(chunk, reader, early)
         infos.append(solved.info)
         kept.append(solved.carried_BTC[:, -keep:])
         before_B1C, position = solved.carried_BTC[:, -1:], position + tokens_BS.shape[1]
@@ -113,7 +131,7 @@ def read_into(
     return Solved(solved.z_BTC[:, -1:], torch.cat(kept, dim=1)[:, -keep:], info)
 
 
-def _solve(chunk: Chunk, reader: PromptReader) -> Solved:
+def _solve(chunk: Chunk, reader: PromptReader, early: Callable[[], ContextReady | None]) -> Solved:
     """Solve one chunk in its buffer."""
     model, T = chunk.model, chunk.e_BTC.shape[1]
     costs = _Costs(model, chunk.position, chunk.e_BTC)
@@ -122,24 +140,24 @@ def _solve(chunk: Chunk, reader: PromptReader) -> Solved:
         chunk.plain_pass()
         info = costs.info("plain", [], exact=True)
     elif reader.solver == "jacobi":
-        passes = model.passes(chunk.e_BTC, chunk.all_places(), chunk.before_B1C)
-        result, changes_KBT = iterate(passes, T + 1, reader.tolerance)
-        changes = tuple(float(change_BT.max()) for change_BT in changes_KBT)
-        info = costs.info("jacobi", [(0, T)] * len(changes), changes, exact=all_exact(changes, T))
-        return Solved(result.z_BTC, result.carried_BTC, info)
+        found = solve_by_passes(model, early(), chunk.e_BTC, chunk.all_places(), chunk.before_B1C, reader.tolerance)
+        runs = [(0, T)] * (found.early + found.late)
+        info = costs.info("jacobi", runs, found.changes, exact=found.exact, early=found.early)
+        return Solved(found.result.z_BTC, found.result.carried_BTC, info)
     elif reader.solver == "sequential" or short:
         chunk.read_from(0)
         info = costs.info("sequential", [(0, T)], exact=True, plain_pass=False)
     else:
-        free = free_tokens(model)
-        swept = solve_by_sweeps(chunk, reader.tolerance, reader.segment or segment_length(T, free), free)
+        free, narrow = free_tokens(model), early()
+        in_bf16 = None if narrow is None else chunk.solved_by(narrow)
+        swept = solve_by_sweeps(chunk, reader.tolerance, reader.segment or segment_length(T, free), free, in_bf16)
         note = ""
         if swept.alone_from is not None:
             note = (
-                f"after sweep {len(swept.changes)}, tokens from {swept.alone_from} on were read one at a time, "
+                f"after sweep {len(swept.runs) - 1}, tokens from {swept.alone_from} on were read one at a time, "
                 "which seemed cheaper"
             )
-        info = costs.info("sweep", swept.runs, swept.changes, swept.exact, note)
+        info = costs.info("sweep", swept.runs, swept.changes, swept.exact, note, early=swept.early)
     return Solved(chunk.z_BTC, chunk.carried_BTC, info)
 
 
@@ -189,19 +207,29 @@ class _Costs:
         exact: bool = False,
         note: str = "",
         plain_pass: bool = True,
+        early: int = 0,
     ) -> ReadInfo:
-        """Report on a plain pass, if there was one, and on ranges (first, end) of tokens read with a correction."""
+        """Report on a plain pass, if there was one, and on ranges (first, end) of tokens read with a correction.
+
+        If there were early passes in bf16, they are the plain pass and the first of the ranges.
+        """
         T = self.e_BTC.shape[1]
+
+        def passes(runs: Sequence[tuple[int, int]], plain_pass: bool) -> float:
+            return float(plain_pass) + sum(end - begin for begin, end in runs) / T
+
+        in_bf16 = len(runs) if is_narrow(self.model) else early
         return ReadInfo(
             solver=solver,
             tokens=T,
             seconds=0.0,
-            passes=float(plain_pass) + sum(end - begin for begin, end in runs) / T,
+            passes=passes(runs, plain_pass),
             macs=self._macs(runs, plain_pass),
             plain_macs=self._macs([], plain_pass=True),
             changes=changes,
             exact=exact,
             note=note,
+            bf16_passes=passes(runs[:in_bf16], plain_pass and (early > 0 or is_narrow(self.model))),
         )
 
     def _macs(self, runs: Sequence[tuple[int, int]], plain_pass: bool) -> int | None:

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 from contextready.errors import ContextReadyError, nearest
+from contextready.formats.limits import shown
 
 SOLVERS = ("sweep", "jacobi", "sequential")
+BF16_PASSES = ("auto", "on", "off")
 TOLERANCE = 0.05
 """The accepted error of z, estimated from the last changes and relative to each position's norm. The true error is far
 smaller, and greedy continuations equaled the stream's (docs/log.md)."""
@@ -28,11 +30,16 @@ class PromptReader:
     """L, the length of sweep's segments; none chooses it for this hardware."""
     chunk: int = CHUNK
     """Prompts longer than this are solved chunk by chunk."""
+    bf16_passes: str = "auto"
+    """Whether early passes and sweeps over a prompt are made in bf16: on, off, or auto, which makes them for models in
+    fp32 if the hardware multiplies bf16 natively."""
 
     def __post_init__(self) -> None:
         if self.solver not in SOLVERS:
             raise ContextReadyError(f"Unknown solver '{self.solver}'; {nearest(self.solver, SOLVERS)}")
         check_tolerance(self.tolerance)
+        if self.bf16_passes not in BF16_PASSES:
+            raise ContextReadyError(f"bf16_passes must be auto, on or off, but got {shown(self.bf16_passes)}.")
         if self.chunk < 1 or (self.segment is not None and self.segment < 1):
             raise ContextReadyError(
                 f"chunk and segment must be at least 1, but got chunk={self.chunk} and segment={self.segment}."

@@ -6,6 +6,11 @@ from math import inf, isfinite, isnan
 
 from contextready.errors import ContextReadyError
 
+STALLED = 0.9
+"""Early passes whose changes shrink by less than this do not contract."""
+ROUNDING = 2**-7
+"""Smaller changes of z are mostly due to rounding if matrices and their inputs are in bf16 (2**-9 each)."""
+
 
 def check_rate(rate: float) -> None:
     """Raise an error for a contraction rate for which no bound holds."""
@@ -28,6 +33,21 @@ def estimated_error(changes: Sequence[float]) -> float:
         return inf
     rate = changes[-1] / changes[-2] if len(changes) > 1 and changes[-2] else 1.0
     return min(changes[-1], a_posteriori_bound(rate, changes[-1])) if rate < 1.0 else changes[-1]
+
+
+def early_should_end(changes: Sequence[float], tolerance: float) -> bool:
+    """Whether early passes or sweeps in bf16, which changed this much, should be followed by exact ones.
+
+    They should if they stop contracting, or if the next one will probably change no more than the tolerance, or no more
+    than rounding does.
+    """
+    if not changes or not isfinite(changes[-1]):
+        return bool(changes)
+    enough = max(tolerance, ROUNDING)
+    if len(changes) < 2 or changes[-1] == 0.0:
+        return changes[-1] <= enough
+    rate = changes[-1] / changes[-2]
+    return rate >= STALLED or rate * changes[-1] <= enough
 
 
 def all_exact(changes: Sequence[float], tokens: int) -> bool:
@@ -58,6 +78,8 @@ class ReadInfo:
     """Whether the result equals the stream's, up to rounding."""
     note: str = ""
     """What was done differently from what was asked, and why."""
+    bf16_passes: float = 0.0
+    """How many of the passes multiplied in bf16; the others were made in the type of the model."""
 
     @property
     def certificate(self) -> float:
@@ -88,6 +110,7 @@ def joined(infos: Sequence[ReadInfo], seconds: float) -> ReadInfo:
         changes=worst.changes,
         exact=all(info.exact for info in infos),
         note=next((info.note for info in infos if info.note), ""),
+        bf16_passes=sum(info.bf16_passes * info.tokens for info in infos) / tokens,
     )
 
 

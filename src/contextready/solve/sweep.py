@@ -3,6 +3,7 @@
 `solve/sweeping.py` has the algorithm.
 """
 
+import copy
 from itertools import pairwise
 
 import torch
@@ -34,6 +35,12 @@ class Chunk:
     def tokens(self) -> int:
         """T, the number of tokens."""
         return self.e_BTC.shape[1]
+
+    def solved_by(self, model: ContextReady) -> "Chunk":
+        """Return the same tokens for another model, which works on the same solution in the same buffer."""
+        other = copy.copy(self)
+        other.model = model
+        return other
 
     def reset(self) -> None:
         """Forget what has been computed; nothing that overflowed may be left, because 0 × NaN is NaN even masked."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil, inf, isfinite, log
 from typing import Protocol
 
-from contextready.solve.reading import estimated_error
+from contextready.solve.reading import early_should_end, estimated_error
 
 HOPEFUL = 0.7
 """The first rate says little, because the first change is from the plain pass; below this, a third sweep is made."""
@@ -42,31 +42,39 @@ class Sweeps:
     """The outcome of solving a chunk by sweeps."""
 
     changes: tuple[float, ...]
-    """The largest change of any position's z in each sweep, relative to its norm."""
+    """The largest change of any position's z in each sweep, relative to its norm; without early sweeps."""
     runs: tuple[tuple[int, int], ...]
     """The ranges of tokens that were processed with a correction, as (first, end)."""
     exact: bool
     alone_from: int | None
     """The first token that was read one at a time, if sweeping did not pay off."""
+    early: int = 0
+    """How many of the sweeps came first, in lower precision, as did the plain pass then."""
 
 
-def solve_by_sweeps(chunk: Sweepable, tolerance: float, segment: int, free_tokens: float) -> Sweeps:
+def solve_by_sweeps(
+    chunk: Sweepable, tolerance: float, segment: int, free_tokens: float, early: Sweepable | None = None
+) -> Sweeps:
     """Sweep until the estimated error is within the tolerance, or until reading one token at a time is cheaper.
 
-    `free_tokens` describes the hardware: a step of r tokens takes time in proportion to 1 + r / free_tokens.
+    `free_tokens` describes the hardware: a step of r tokens takes time in proportion to 1 + r / free_tokens. `early` is
+    the same chunk in lower precision, for all sweeps until the next one will probably be the last.
     """
     T = chunk.tokens
     segments = ceil(T / segment)
+    (early or chunk).plain_pass()
     changes: list[float] = []
-    runs: list[tuple[int, int]] = []
-    chunk.plain_pass()
+    before = [] if early is None else _sweep_early(early, tolerance, segment, free_tokens)
+    runs = [(done * segment, T) for done in range(len(before))]
+    if before and not isfinite(before[-1]):
+        chunk.reset()
     for swept in range(1, segments + 1):
         changes.append(chunk.sweep(swept - 1, segment))
         runs.append(((swept - 1) * segment, T))
         if swept == segments and isfinite(changes[-1]):
-            return Sweeps(tuple(changes), tuple(runs), True, None)
+            return Sweeps(tuple(changes), tuple(runs), True, None, len(before))
         if estimated_error(changes) <= tolerance:
-            return Sweeps(tuple(changes), tuple(runs), False, None)
+            return Sweeps(tuple(changes), tuple(runs), False, None, len(before))
         if sweeps_left(changes, tolerance, segments - swept) > break_even_sweeps(segments - swept, free_tokens):
             break
     alone_from = swept * segment
@@ -76,7 +84,19 @@ def solve_by_sweeps(chunk: Sweepable, tolerance: float, segment: int, free_token
         chunk.reset()
     chunk.read_from(alone_from)
     runs.append((alone_from, T))
-    return Sweeps(tuple(changes), tuple(runs), True, alone_from)
+    return Sweeps(tuple(changes), tuple(runs), True, alone_from, len(before))
+
+
+def _sweep_early(early: Sweepable, tolerance: float, segment: int, free_tokens: float) -> list[float]:
+    """Sweep in lower precision until exact sweeps should follow; returns the changes."""
+    segments = ceil(early.tokens / segment)
+    changes: list[float] = []
+    while len(changes) < segments and not early_should_end(changes, tolerance):
+        changes.append(early.sweep(len(changes), segment))
+        left = segments - len(changes)
+        if sweeps_left(changes, tolerance, left) > break_even_sweeps(left, free_tokens):
+            break
+    return changes
 
 
 def sweeps_left(changes: list[float], tolerance: float, segments_left: int) -> float:

@@ -119,7 +119,9 @@ def _read_prompts(checkpoint: Any, data: Data) -> dict[str, dict[str, dict[str, 
         for tolerance in TOLERANCES:
             costs, errors = [], []
             for row_T, exact_1RC in zip(tokens_RT, exact, strict=True):
-                read = prefill(model, row_T[None], start, solver=solver, tolerance=tolerance, segment=SEGMENT)
+                read = prefill(
+                    model, row_T[None], start, solver=solver, tolerance=tolerance, segment=SEGMENT, bf16_passes="off"
+                )
                 assert read.info.cost is not None
                 costs.append(read.info.cost)
                 errors.append(largest_change(read.state.carried_BRC[:, -T:], exact_1RC[:, -T:]))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from contextready.device import find_device, multiplies_bf16
+from contextready.device import find_device, means_bf16
 from contextready.errors import ContextReadyError
 from contextready.files import check_name, locked_folder, write_json
 from contextready.model.config import MEANINGS
@@ -138,9 +138,7 @@ class Trainer:
     def _start(self) -> checkpoints.Progress:
         """Return the progress of a new run."""
         t = self.config.train
-        bf16 = t.precision == "bf16" or (
-            t.precision == "auto" and t.gradient != "bptt" and multiplies_bf16(self.device)
-        )
+        bf16 = t.gradient != "bptt" and means_bf16(t.precision, self.device)
         return checkpoints.Progress(
             precision="bf16" if bf16 else "fp32",
             data_identity=self.source.identity,

@@ -57,6 +57,8 @@ class GgmlEngine:
                 check_count(name, value, 1, most)
         check_threads("threads", threads)
         self.reader = PromptReader(**{"solver": "sequential"} | reading)
+        if self.reader.bf16_passes == "on":
+            raise ContextReadyError("An exported file computes in its own precision; leave bf16_passes=on out.")
         self.exported: Exported = read_gguf(path)
         self.config = c = self.exported.config
         self.rows, self.vocab_size = rows, c.vocab_size
