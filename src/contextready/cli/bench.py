@@ -59,8 +59,8 @@ def add(verbs: Verbs) -> None:
     bench.add_argument(
         "--precisions",
         metavar="LIST",
-        help="comma-separated list of f32, f16, q8_0, q4_0, q4_k for ggml, and bf16 for eager and compiled, which are always "
-        "measured in f32 too (default: f32,q8_0, and bf16 if the processor multiplies it natively)",
+        help="comma-separated list of f32, f16, q8_0, q4_0, q4_k for ggml, and bf16 for eager and compiled, which are "
+        "always measured in f32 too (default: f32,q8_0, and bf16 if the processor multiplies it natively)",
     )
     bench.add_argument("--contexts", default="256", help="context lengths in tokens, separated by commas")
     bench.add_argument("--tokens", type=whole_number, default=32, help="number of tokens timed per round")
