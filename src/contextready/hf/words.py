@@ -6,8 +6,9 @@ from typing import Any
 from contextready.errors import ContextReadyError
 from contextready.hf.load import load_config, load_tokenizer
 
-BEFORE = "="
-"""A word that each word is encoded after, because tokens differ at the beginning of a text."""
+BEFORE = ("=", "\n")
+"""What each word is encoded after, because tokens differ at the beginning of a text; the second if the first and the
+word are one token together, as == is."""
 MOST_NAMED = 3
 
 
@@ -17,12 +18,14 @@ def word_ids(source: str, words: Sequence[str]) -> list[int]:
     It is an error if words are split either way, or if two words are the same token.
     """
     tokenizer = load_tokenizer(source)
-    before = _encoded(tokenizer, BEFORE)
+    befores = {text: _encoded(tokenizer, text) for text in BEFORE}
 
     def single(word: str, space: str) -> int | None:
-        found = _encoded(tokenizer, f"{BEFORE}{space}{word}")
-        alone = len(found) == len(before) + 1 and found[:-1] == before and found[-1] != tokenizer.unk_token_id
-        return found[-1] if alone else None
+        for text, before in befores.items():
+            found = _encoded(tokenizer, f"{text}{space}{word}")
+            if len(found) == len(before) + 1 and found[:-1] == before and found[-1] != tokenizer.unk_token_id:
+                return found[-1]
+        return None
 
     for space in (" ", ""):
         ids = {word: single(word, space) for word in words}
