@@ -339,9 +339,3 @@ def test_a_context_ready_model_with_an_extra_ffn_is_refused(runs, tmp_path, caps
     said = refused(capsys, "convert", tmp_path / "run", tmp_path / "out")
     assert "cannot be converted" in said
     assert not (tmp_path / "out").exists()
-
-
-def test_a_converted_pretrained_model_has_no_native_form(converted, tmp_path, capsys):
-    said = refused(capsys, "convert", converted[0], tmp_path / "out")
-    assert "LlamaForCausalLM, which has no native form" in said
-    assert not list(tmp_path.iterdir())
