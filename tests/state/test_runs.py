@@ -206,7 +206,7 @@ needs_model = pytest.mark.skipif(not MODEL.is_dir(), reason="the model stories26
 
 @needs_model
 def test_a_pretrained_model_learns_a_task_in_its_own_tokens(tmp_path, capsys):
-    words = ["length=4", "steps=2", "batch_size=4", "eval_every=2", "eval_tokens=60", "passes=2"]
+    words = ["length=4", "steps=2", "batch_size=4", "eval_every=2", "eval_tokens=60", "gradient=unroll", "passes=2"]
     run = tmp_path / "run"
     assert main(["task", "assign", "values=2", f"pretrained={MODEL}", *words, f"out={run}"]) == 0
     found = read_lengths(run)
