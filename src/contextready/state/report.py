@@ -16,6 +16,8 @@ TITLES = {
     **{"s5": "S5", "a5": "A5", "z60": "Z60", "parity": "parity", "assign": "variable assignment"},
     **{"count": "counting", "stack": "stack", "word": "word problem"},
 }
+LARGE = 1e4
+"""A perplexity at which a model has forgotten the text."""
 LEGEND = """\
 Every row lists its seeds in ascending order.
 
@@ -65,7 +67,7 @@ def _table(rows: Sequence[Sequence[Record]], part: str) -> str:
         if part == "convert":
             line.append(f"{fmean(r['accuracy_before'] for r in row):.2f}")
             texts = [r["text"] for r in row if r["text"] is not None]
-            line.append(f"{fmean(b for b, _ in texts):.2f} → {_with_spread([a for _, a in texts])}" if texts else "")
+            line.append(f"{fmean(b for b, _ in texts):.2f} → {_perplexities([a for _, a in texts])}" if texts else "")
         for i in range(len(lengths)):
             found = [r["accuracy"][i] for r in row if i < len(r["accuracy"])]
             line.append(_with_spread(found))
@@ -86,6 +88,13 @@ def _with_spread(found: Sequence[float]) -> str:
     if not found:
         return ""
     return f"{fmean(found):.2f}" + (f" ± {stdev(found):.2f}" if len(found) > 1 else "")
+
+
+def _perplexities(found: Sequence[float]) -> str:
+    """Format them with their spread, or one by one if any is so large that a mean would say nothing."""
+    if max(found) < LARGE:
+        return _with_spread(found)
+    return ", ".join(f"{one:.2f}" if one < LARGE else f"{one:.0e}" for one in found)
 
 
 def as_markdown(records: Sequence[Record]) -> str:
