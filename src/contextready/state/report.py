@@ -168,10 +168,11 @@ def draw_depths(records: Sequence[Record], *out: Path) -> None:
         axes.axhline(mine[0]["length"], color="0.7", linewidth=0.8, linestyle=":")
         axes.set_yscale("symlog", base=2, linthresh=1)
         axes.yaxis.set_major_formatter("{x:.0f}")
-        axes.set_ylim(-0.2, 1.4 * max(r["lengths"][-1] for r in mine))
         axes.set_xticks(range(1, 1 + max(r["layers"] for r in mine)))
         axes.set_xlabel("layers")
         axes.set_title(TITLES[task], fontsize=10)
+    # One limit for all panels, because they share the axis.
+    grid[0, 0].set_ylim(-0.2, 1.4 * max(r["lengths"][-1] for r in records if r["part"] == "table"))
     grid[0, 0].set_ylabel("longest length solved")
     grid[0, 0].legend(frameon=False, fontsize=8, loc="lower right")
     save_figure(figure, *out)
