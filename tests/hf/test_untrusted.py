@@ -329,6 +329,7 @@ def test_models_of_a_saved_run_do_not_run_code(tmp_path):
         {"model_type": "unheard_of"},
         tiny_lm("llama", vocab_size=KNOWN).config.to_dict() | {"_attn_implementation": "someone/attention"},
     ):
+        described = {"base_config": base_config, "structure": {}, "vocab_size": KNOWN, "generation_config": {}}
         with pytest.raises(ContextReadyError, match="The checkpoint's pretrained model"):
-            rebuild(PretrainedModelConfig("x"), {"base_config": base_config, "structure": {}})
+            rebuild(PretrainedModelConfig("x"), described)
     assert not (tmp_path / "ran").exists()
